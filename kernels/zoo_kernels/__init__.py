@@ -1,0 +1,1 @@
+"""Floor 1: tensors in, tensors out. The delta-rule family, attention, convolution, norms, and who computes them."""

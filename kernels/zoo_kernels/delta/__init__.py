@@ -1,0 +1,5 @@
+"""The delta-rule family: one op, :func:`delta_rule`, for every memory that decays, erases and adds."""
+
+from zoo_kernels.delta.op import delta_rule
+
+__all__ = ["delta_rule"]

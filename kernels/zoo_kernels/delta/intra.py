@@ -1,0 +1,144 @@
+"""Inside one chunk: running decays, the scores of tokens with earlier tokens, and their gradients.
+
+Letters of shapes: G stands for [rows, heads], one chunk of one key head; R value heads of the group, C tokens of the chunk, K.
+Every decay is built from the factors of its own span: no two running sums are subtracted. So no exponent is ever positive, nothing
+overflows, -inf is a plain reset, and a strong decay early in the chunk costs later tokens no digits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HeadDecay:
+    """One decay per token and value head, or none at all.
+
+    Attributes:
+        entering: [G, R, C], what the state that enters the chunk keeps until it is read at a token. None: no decay.
+        leaving: [G, R, C], what is written at a token keeps until the end of the chunk.
+        keep: [G, R], what the state keeps over the whole chunk.
+    """
+
+    def __init__(self, log_decay: Tensor | None, chunk: int, like: Tensor):
+        self.entering = self.leaving = self.keep = None
+        if log_decay is None:
+            self.between = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril()
+            return
+        steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk).tril(-1)  # [.., i, j]: the log decay of i, where i > j
+        self.between = steps.cumsum(-2).exp_().tril_()  # [G, R, C, C]: the decay from j, exclusive, to i
+        self.entering = log_decay.cumsum(-1).exp_()
+        self.leaving = self.between[..., -1, :]
+        self.keep = self.entering[..., -1]
+
+    def scores(self, q: Tensor, k: Tensor, *, erases: bool) -> tuple[Tensor, Tensor | None]:
+        """Decayed products [G, R, C, C], zero above the diagonal: query with key, and key with key where ``erases``."""
+        by_query = (q @ k.mT).unsqueeze(2) * self.between
+        return by_query, (k @ k.mT).unsqueeze(2) * self.between if erases else None
+
+    def scores_backward(
+        self, q: Tensor, k: Tensor, by_query: Tensor, by_key: Tensor | None, d_by_query: Tensor, d_by_key: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of :meth:`scores`, of whose entries above the diagonal (for ``by_key``: on it, too) nothing is read.
+
+        Returns:
+            dq, dk [G, C, K], summed over R; and [G, R, C], rows less columns of score times gradient: what each token adds to the
+            gradients of the log decays up to its own. The diagonal is left out, since it does not decay. None without decay.
+        """
+        crossing = None
+        if self.keep is not None:
+            products = by_query * d_by_query
+            if by_key is not None and d_by_key is not None:
+                products.addcmul_(by_key, d_by_key)
+            products.tril_(-1)
+            crossing = products.sum(-1) - products.sum(-2)
+        d_by_query = (d_by_query * self.between).sum(2)
+        dq, dk = d_by_query @ k, d_by_query.mT @ q
+        if d_by_key is not None:
+            d_by_key = (d_by_key * self.between).sum(2).tril_(-1)
+            dk += (d_by_key + d_by_key.mT) @ k
+        return dq, dk, crossing
+
+    def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
+        """dlog_decay [G, R, C] from what later reads, earlier writes [G, R, C] and the state [G, R] owe to each token's decay."""
+        if self.keep is not None:
+            kept = self.keep * kept
+        C = crossing.shape[-1]
+        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).tril()
+        return crossing @ later + written @ (1 - later) + kept.unsqueeze(-1)
+
+
+class ChannelDecay:
+    """One decay per token, value head and channel of the key; R is 1.
+
+    The decay between two tokens sits inside their product, so the lower triangle is split into squares, each between the two halves
+    of a block of 2, 4, .. C tokens: keys of the left half decay to its end, queries and keys of the right half from its start.
+
+    Attributes:
+        entering, leaving: [G, C, K]; keep: [G, K]; as in :class:`HeadDecay`.
+    """
+
+    def __init__(self, log_decay: Tensor):
+        factor = log_decay.exp()
+        C = factor.shape[-2]
+        from_start, to_end = factor, torch.ones_like(factor)  # inside blocks of `half` tokens; to_end leaves out the token itself
+        self.halves: list[tuple[int, Tensor, Tensor]] = []  # (half, left's decay to its end, right's decay from its start)
+        half = 1
+        while half < C:
+            left_start, right_start = from_start.unflatten(-2, (-1, 2, half)).unbind(-3)  # each [G, C / (2 half), half, K]
+            left_end, right_end = to_end.unflatten(-2, (-1, 2, half)).unbind(-3)
+            self.halves.append((half, left_end, right_start))
+            from_start = torch.stack([left_start, right_start * left_start[..., -1:, :]], -3).flatten(-4, -2)
+            to_end = torch.stack([left_end * right_start[..., -1:, :], right_end], -3).flatten(-4, -2)
+            half *= 2
+        self.entering, self.leaving, self.keep = from_start, to_end, from_start[..., -1, :]
+
+    def scores(self, q: Tensor, k: Tensor, *, erases: bool) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`HeadDecay.scores`; the diagonal of key with key stays zero, as nothing reads it."""
+        C = q.shape[-2]
+        by_query = q.new_zeros(*q.shape[:-1], C)
+        by_query.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        by_key = torch.zeros_like(by_query) if erases else None
+        for half, to_end, from_start in self.halves:
+            left = _half(k, half, 0) * to_end
+            _square(by_query, half).copy_((_half(q, half, 1) * from_start) @ left.mT)
+            if by_key is not None:
+                _square(by_key, half).copy_((_half(k, half, 1) * from_start) @ left.mT)
+        return by_query.unsqueeze(2), None if by_key is None else by_key.unsqueeze(2)
+
+    def scores_backward(
+        self, q: Tensor, k: Tensor, by_query: Tensor, by_key: Tensor | None, d_by_query: Tensor, d_by_key: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`HeadDecay.scores_backward`; the last tensor is [G, C, K]. The scores themselves are not needed."""
+        d_by_query = d_by_query.squeeze(2)
+        dq, read, written = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
+        for half, to_end, from_start in self.halves:
+            left = _half(k, half, 0) * to_end
+            square = _square(d_by_query, half)
+            _half(dq, half, 1).addcmul_(from_start, square @ left)
+            d_left = square.mT @ (_half(q, half, 1) * from_start)
+            if d_by_key is not None:
+                square = _square(d_by_key.squeeze(2), half)
+                _half(read, half, 1).addcmul_(from_start, square @ left)
+                d_left += square.mT @ (_half(k, half, 1) * from_start)
+            _half(written, half, 0).addcmul_(to_end, d_left)
+        crossing = q * dq + k * (read - written)
+        own = d_by_query.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        return dq.addcmul_(own, k), read.add_(written).addcmul_(own, q), crossing
+
+    def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
+        """dlog_decay [G, C, K]; as :meth:`HeadDecay.gradient`, with ``kept`` [G, K]."""
+        C = crossing.shape[-2]
+        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).triu()
+        return later @ crossing + (1 - later) @ written + kept.unsqueeze(-2)
+
+
+def _half(x: Tensor, half: int, side: int) -> Tensor:
+    """View of the left (0) or right (1) halves of all blocks of 2 * half tokens: [G, C, K] -> [G, blocks, half, K]."""
+    return x.unflatten(-2, (-1, 2, half)).select(-3, side)
+
+
+def _square(scores: Tensor, half: int) -> Tensor:
+    """View of the scores of right halves with their left halves: [G, C, C] -> [G, blocks, half, half]."""
+    split = scores.unflatten(-1, (-1, 2, half)).select(-2, 0).unflatten(-3, (-1, 2, half)).select(-4, 1)
+    return split.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

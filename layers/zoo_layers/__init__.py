@@ -1,0 +1,1 @@
+"""Floor 2: token mixers and the blocks they stand in, as nn.Modules."""

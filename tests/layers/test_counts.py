@@ -1,0 +1,199 @@
+"""Parameters, FLOPs and state bytes of every mixer against closed forms written out here, and published integers."""
+
+import random
+
+import pytest
+import torch
+
+from zoo_layers.block import Block
+from zoo_layers.mixer import registered
+from zoo_layers.mlp import build_mlp
+
+SEED = 20
+
+
+def mean_context(tokens, window=None):
+    shown = tokens if window is None else min(window, tokens)
+    return (shown * (shown + 1) / 2 + (tokens - shown) * shown) / tokens
+
+
+# Each: (spec, d, T) -> (parameters, FLOPs per token at T, state bytes at T), from the sizes alone.
+def attention(s, d, T):
+    H, Hk, dh, window = s.heads, s.kv_heads, s.head_dim, getattr(s, "window", None)
+    gate = d * H * dh if s.output_gate else 0
+    weights = 2 * d * H * dh + 2 * d * Hk * dh + gate
+    slots = T if window is None else min(window, T)
+    flops = 4 * d * H * dh + 4 * d * Hk * dh + 2 * gate + 4 * H * dh * mean_context(T, window)
+    return weights + (2 * dh if s.qk_norm else 0), flops, 4 * Hk * dh * slots
+
+
+def sizes(s):
+    HV = getattr(s, "value_heads", None) or s.heads
+    dv = s.head_dim * s.expand_v
+    return s.heads, HV, s.head_dim, dv, s.heads * s.head_dim, HV * dv, getattr(s, "conv", 0)
+
+
+def state(HV, dk, dv, c, channels):
+    return 4 * HV * dk * dv + (2 * (c - 1) * channels if c else 0)
+
+
+def linear_attention(s, d, T):
+    H, HV, dk, dv, K, V, c = sizes(s)
+    gate = d * V if s.output_gate else 0
+    parameters = 2 * d * K + 2 * d * V + c * (2 * K + V) + gate + (dv if s.output_gate else 0)
+    flops = 2 * d * (2 * K + V) + 4 * H * dk * dv + 2 * V * d + 2 * c * (2 * K + V) + 2 * gate
+    return parameters, flops, state(HV, dk, dv, c, 2 * K + V)
+
+
+def retnet(s, d, T):
+    H, HV, dk, dv, K, V, _ = sizes(s)
+    return 2 * d * K + 3 * d * V + dv, 2 * d * (2 * K + 2 * V) + 5 * H * dk * dv + 2 * V * d, 4 * HV * dk * dv
+
+
+def gla(s, d, T):
+    H, HV, dk, dv, K, V, c = sizes(s)
+    r = s.gate_rank
+    parameters = 2 * d * K + 3 * d * V + d * r + r * K + K + dv + c * (2 * K + V)
+    flops = 2 * d * (2 * K + 2 * V) + 2 * d * r + 2 * r * K + 5 * H * dk * dv + 2 * V * d + 2 * c * (2 * K + V)
+    return parameters, flops, state(HV, dk, dv, c, 2 * K + V)
+
+
+def deltanet(s, d, T):
+    H, HV, dk, dv, K, V, c = sizes(s)
+    gate = d * V if s.output_gate else 0
+    parameters = 2 * d * K + 2 * d * V + d * H + c * (2 * K + V) + dv + gate
+    flops = 2 * d * (2 * K + V + H) + 2 * c * (2 * K + V) + 6 * H * dk * dv + 2 * V * d + 2 * gate
+    return parameters, flops, state(HV, dk, dv, c, 2 * K + V)
+
+
+def gated_deltanet(s, d, T):
+    _, HV, dk, dv, K, V, c = sizes(s)
+    parameters = 2 * d * K + 3 * d * V + 2 * d * HV + c * (2 * K + V) + 2 * HV + dv
+    flops = 2 * d * (2 * K + 2 * V + 2 * HV) + 2 * c * (2 * K + V) + 7 * HV * dk * dv + 2 * V * d
+    return parameters, flops, state(HV, dk, dv, c, 2 * K + V)
+
+
+def kda(s, d, T):
+    _, HV, dk, dv, K, V, c = sizes(s)
+    r = s.gate_rank
+    low_rank = 2 * d * r + r * HV * dk + r * V
+    parameters = 2 * d * K + 2 * d * V + low_rank + V + d * HV + c * (2 * K + V) + HV + HV * dk + dv
+    flops = 2 * d * (2 * K + V + HV) + 2 * low_rank + 2 * c * (2 * K + V) + 7 * HV * dk * dv + 2 * V * d
+    return parameters, flops, state(HV, dk, dv, c, 2 * K + V)
+
+
+def mamba2(s, d, T):
+    di, n, g, c = s.expand * d, s.state, s.groups, s.conv
+    nh = di // s.head_dim
+    parameters = d * (2 * di + 2 * g * n + nh) + (c + 1) * (di + 2 * g * n) + 3 * nh + di + di * d
+    flops = 2 * d * (2 * di + 2 * g * n + nh) + 2 * c * (di + 2 * g * n) + 5 * di * n + 2 * di * d
+    return parameters, flops, 4 * di * n + 2 * (c - 1) * (di + 2 * g * n)
+
+
+CLOSED = {
+    "GA": attention,
+    "SWA": attention,
+    "LA": linear_attention,
+    "RET": retnet,
+    "GLA": gla,
+    "DN": deltanet,
+    "GDN": gated_deltanet,
+    "KDA": kda,
+    "M2": mamba2,
+}
+CHOICES = {  # what a random setting draws from, for each option that is a size or a switch
+    "heads": [1, 2, 4],
+    "kv_heads": [1],
+    "value_heads": [4, 8],
+    "head_dim": [8, 16, 24],
+    "expand_v": [1, 2, 3],
+    "conv": [1, 2, 4],
+    "window": [3, 100, 5000],
+    "gate_rank": [1, 5, 16],
+    "output_gate": [True, False],
+    "qk_norm": [True, False],
+    "expand": [1, 2, 3],
+    "state": [1, 16, 100],
+    "groups": [1, 2],
+}
+
+
+def ours():
+    return {name for name, spec in registered().items() if spec.__module__.startswith("zoo_layers.")}
+
+
+def test_every_mixer_has_a_closed_form():
+    assert CLOSED.keys() == ours()
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_counts_are_those_of_the_closed_form(name):
+    draw, kind = random.Random(SEED), registered()[name]
+    for trial in range(12):
+        known = kind.options()
+        picked = {
+            o: draw.choice(values) for o, values in CHOICES.items() if o in known and trial and draw.random() < 0.6
+        }
+        if "heads" not in picked:
+            picked.pop("value_heads", None)  # a multiple of heads, which the width settles
+        if isinstance(picked.get("qk_norm"), bool) and known["qk_norm"].kind is not bool:
+            del picked["qk_norm"]
+        d_model, context = draw.choice([96, 192, 480]), draw.choice([1, 77, 4096])
+        spec = kind.from_options(picked).resolve(d_model)
+        with torch.device("meta"):
+            mixer = spec.build(d_model)
+        counted = sum(p.numel() for p in mixer.parameters())
+        found = (counted, mixer.flops_per_token(context), mixer.state_bytes(context))
+        assert found == pytest.approx(CLOSED[name](spec, d_model, context), rel=1e-15), (spec, d_model, context, SEED)
+
+
+LAYERS = {  # mixer, options, d_model, d_ff: parameters, FLOPs per token and state bytes at 4096
+    "GDN of the explain example": ("GDN", {}, 1024, 2816, 14_969_100, 31_309_824, 804_864),
+    "GA of the explain example": ("GA", {}, 1024, 2816, 12_847_104, 34_080_768, 16_777_216),
+}
+
+
+@pytest.mark.parametrize("row", LAYERS)
+def test_a_layer_costs_what_the_documents_say(row):
+    name, options, d_model, d_ff, parameters, flops, state_bytes = LAYERS[row]
+    with torch.device("meta"):
+        mixer = registered()[name].from_options(options).build(d_model)
+        block = Block(mixer, build_mlp("swiglu", d_model, d_ff), d_model=d_model)
+    assert sum(p.numel() for p in block.parameters()) == parameters
+    assert block.flops_per_token(4096) == flops
+    assert mixer.state_bytes(4096) == state_bytes
+
+
+MODELS = {  # 24 or so equal layers: pattern of one mixer, layers, d, d_ff; non-embedding parameters, FLOPs, state bytes
+    "transformer 340M": ("GA", {"heads": 16}, 24, 1024, 2816, 308_331_520, 883_474_432, 402_653_184),
+    "transformer 1B": ("GA", {"heads": 32}, 24, 2048, 5632, 1_233_225_728, 3_000_074_240, 805_306_368),
+    "DeltaNet 340M": ("DN", {"heads": 8}, 24, 1024, 2816, 308_826_112, 701_956_096, 13_025_280),
+    "DeltaNet 1B": ("DN", {"heads": 16}, 24, 2048, 5632, 1_234_605_056, 2_637_824_000, 26_050_560),
+    "GDN 340M, 6 heads": (
+        "GDN",
+        {"heads": 6, "head_dim": 256},
+        21,
+        1024,
+        2816,
+        446_736_124,
+        1_074_503_680,
+        66_834_432,
+    ),
+    "GDN 340M, 3 heads": ("GDN", {"heads": 3, "head_dim": 256}, 21, 1024, 2816, 314_228_350, 751_685_632, 33_417_216),
+    "Mamba-2 340M": ("M2", {}, 48, 1024, None, 316_851_712, 761_626_624, 50_995_200),
+    "Mamba-2 1B": ("M2", {}, 48, 2048, None, 1_240_767_488, 2_737_405_952, 101_916_672),
+    "GLA 340M": ("GLA", {"heads": 4}, 24, 1024, 2816, 308_939_776, 699_006_976, 12_582_912),
+    "GDN 1.3B": ("GDN", {"heads": 9, "head_dim": 200}, 16, 2400, 5888, 1_232_495_488, 2_699_059_200, 46_771_200),
+}
+
+
+@pytest.mark.parametrize("row", MODELS)
+def test_a_published_model_costs_what_its_configuration_says(row):
+    name, options, layers, d_model, d_ff, parameters, flops, state_bytes = MODELS[row]
+    vocabulary = 32_000
+    with torch.device("meta"):
+        mixer = registered()[name].from_options(options).build(d_model)
+        block = Block(mixer, build_mlp("swiglu" if d_ff else "none", d_model, d_ff), d_model=d_model)
+    assert layers * sum(p.numel() for p in block.parameters()) + d_model == parameters  # and the final norm
+    assert layers * block.flops_per_token(4096) + 2 * d_model * vocabulary == flops
+    assert layers * mixer.state_bytes(4096) == state_bytes

@@ -1,0 +1,160 @@
+"""Comparisons: arms of one size, one order of tokens, one table; nothing that finished runs twice."""
+
+import csv
+import json
+import sys
+
+import pytest
+
+from zoo.architecture import settle
+from zoo.budget import match_parameters, non_embedding
+from zoo.cli import main
+from zoo.errors import UserError
+
+ARMS = ["GA", "GDN,SWA"]
+
+
+@pytest.fixture
+def compare(monkeypatch, recipe, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["zoo"])
+
+    def run(*words, out="compared"):
+        return main(["compare", "--recipe", str(recipe), "--out", str(tmp_path / out), "--tol", "3%", *words])
+
+    return run
+
+
+def read(tmp_path, out="compared"):
+    return json.loads((tmp_path / out / "results.json").read_text())
+
+
+def test_every_preset_of_attention_and_state_matches_one_size_within_a_percent():
+    own = settle("GA", n_layers=24, d_model=1024, vocab_size=32000)
+    target = non_embedding(own)
+    for pattern in ("GDN,SWA", "M2,GDN,SWA", "3xGDN,GA", "DN", "GLA"):
+        match = match_parameters(own.with_pattern(pattern), target)
+        assert abs(match.deviation) <= 0.01
+        assert match.architecture.d_ff % 64 == 0
+        assert match.non_embedding == non_embedding(match.architecture)
+
+
+def test_the_published_check_value_of_the_matcher_comes_out():
+    """24 x GDN of 4 heads 128/256 at width 1024 meets transformer_340M at d_ff 2816, with 0.1296 % more parameters."""
+    target = non_embedding(settle("GA", n_layers=24, d_model=1024, d_ff=2816, vocab_size=32000))
+    own = settle("GDN:heads=4:head_dim=128", n_layers=24, d_model=1024, vocab_size=32000)
+    match = match_parameters(own, target)
+    assert match.architecture.d_ff == 2816
+    assert match.deviation == pytest.approx(0.001296, abs=5e-7)
+
+
+def test_a_pattern_without_mlps_cannot_be_matched_and_says_why():
+    own = settle("GDN/none", n_layers=2, d_model=64, vocab_size=257)
+    with pytest.raises(UserError, match="no layer has an MLP"):
+        match_parameters(own, 100_000)
+
+
+def test_a_target_out_of_reach_names_the_nearest():
+    own = settle("GDN", n_layers=2, d_model=64, vocab_size=257)
+    with pytest.raises(UserError, match="the nearest d_ff is 1, which deviates by"):
+        match_parameters(own, 1_000)
+
+
+def test_arms_read_the_same_tokens_and_the_table_agrees_with_the_files(compare, tmp_path, capsys):
+    assert compare(*ARMS) == 0
+    printed = capsys.readouterr().out
+    results = read(tmp_path)
+    first, second = results["arms"]
+    assert first["order_hash"] == second["order_hash"] != ""
+    assert first["tokens"] == second["tokens"] == 768
+    assert [arm["arm"]["text"] for arm in results["arms"]] == ARMS
+    with (tmp_path / "compared" / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, arm in zip(rows, results["arms"]):
+        assert abs(float(row["deviation"])) <= 0.03
+        assert float(row["bpb"]) == arm["bpb"]
+        assert f"{arm['bpb']:.4f}" in printed
+        assert int(row["parameters"]) == arm["arm"]["parameters"]["non_embedding"]
+    assert (tmp_path / "compared" / "curves.png").stat().st_size > 10_000
+    assert "held: training tokens and their order (exact)" in printed
+    assert "entropy given the byte before" in printed
+
+
+def test_what_finished_is_not_run_again_and_gives_the_same_table(compare, tmp_path, capsys):
+    compare(*ARMS)
+    before = read(tmp_path)
+    capsys.readouterr()
+    compare(*ARMS)
+    assert capsys.readouterr().out.count("finished before") == 2
+    assert read(tmp_path) == before
+
+
+def test_a_second_comparison_with_the_same_seed_ends_equal(compare, tmp_path):
+    compare(*ARMS)
+    compare(*ARMS, out="again")
+    for one, other in zip(read(tmp_path)["arms"], read(tmp_path, "again")["arms"]):
+        assert one["bpb"] == pytest.approx(other["bpb"], abs=1e-4)
+
+
+def test_an_arm_killed_half_way_goes_on_and_ends_equal(compare, tmp_path):
+    compare("GDN,SWA")
+    compare("GDN,SWA", "--set", "trainer.max_steps=3", out="killed")
+    folder = tmp_path / "killed" / "01-GDN_SWA"
+    whole = tmp_path / "compared" / "01-GDN_SWA" / "status.json"
+    # As a kill would leave it: a checkpoint, and a status that says running.
+    (folder / "status.json").write_text(json.dumps({"key": json.loads(whole.read_text())["key"], "status": "running"}))
+    compare("GDN,SWA", out="killed")
+    (one,), (other,) = read(tmp_path)["arms"], read(tmp_path, "killed")["arms"]
+    assert other["bpb"] == one["bpb"]
+    assert other["order_hash"] == one["order_hash"]
+    assert other["train_curve"] == one["train_curve"]
+
+
+def test_a_folder_of_another_comparison_is_refused_and_left_alone(compare, tmp_path, capsys):
+    compare("GA")
+    before = (tmp_path / "compared" / "results.json").read_text()
+    assert compare("GA", "--set", "budget.tokens=1024") == 2
+    assert "holds an arm of another comparison" in capsys.readouterr().err
+    assert (tmp_path / "compared" / "results.json").read_text() == before
+
+
+def test_an_arm_that_runs_out_of_memory_is_reported_and_the_others_finish(compare, tmp_path, monkeypatch, capsys):
+    from zoo.module import HybridLMModule
+
+    step = HybridLMModule.training_step
+
+    def failing(self, batch, batch_idx):
+        if self.architecture.pattern == "GA":
+            raise RuntimeError("out of memory")
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(HybridLMModule, "training_step", failing)
+    assert compare(*ARMS) == 1
+    first, second = read(tmp_path)["arms"]
+    assert first["status"] == "failed"
+    assert "out of memory" in first["error"]
+    assert second["status"] == "finished"
+    assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["GND"], "unknown mixer 'GND'"),
+        (["GA", "GA"], "named twice"),
+        (["GA/none"], "no layer has an MLP"),
+        (["GA", "--tol", "big"], "--tol big"),
+        (["GA", "--set", "budget"], "write KEY=VALUE"),
+        (["GA", "--set", "budget.tokns=5"], "budget.tokns"),
+    ],
+)
+def test_wrong_input_is_named_before_anything_trains(compare, tmp_path, capsys, words, message):
+    assert compare(*words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert not (tmp_path / "compared").exists()
+
+
+def test_a_missing_recipe_is_named(tmp_path, capsys):
+    assert main(["compare", "GA", "--recipe", str(tmp_path / "none.yaml")]) == 2
+    assert "no recipe at" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""The loss in pieces equals the plain one, in value and in every gradient."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from zoo import loss
+from zoo.loss import token_nll
+
+
+def plain(hidden, weight, labels):
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def inputs(rows=(3, 17), width=8, vocab=11, dtype=torch.float64, ignored=0.4):
+    torch.manual_seed(0)
+    hidden = torch.randn(*rows, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, vocab, rows)
+    labels[torch.rand(rows) < ignored] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("piece", [1, 11 * 5, 2**24], ids=["a row at a time", "five rows", "all at once"])
+def test_pieces_give_the_plain_loss_and_its_gradients(monkeypatch, piece):
+    monkeypatch.setattr(loss, "PIECE_LOGITS", piece)
+    hidden, weight, labels = inputs()
+    nll, tokens = token_nll(hidden, weight, labels)
+    grads = torch.autograd.grad(nll * 0.3, (hidden, weight))
+    expected = plain(hidden, weight, labels)
+    wanted = torch.autograd.grad(expected * 0.3, (hidden, weight))
+    torch.testing.assert_close(nll, expected, rtol=1e-12, atol=0)
+    assert int(tokens) == int((labels != -100).sum())
+    for got, want in zip(grads, wanted):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_batch_without_labels_has_loss_and_gradient_zero():
+    hidden, weight, labels = inputs()
+    nll, tokens = token_nll(hidden, weight, torch.full_like(labels, -100))
+    grads = torch.autograd.grad(nll, (hidden, weight))
+    assert nll.item() == 0
+    assert int(tokens) == 0
+    assert all(float(g.abs().max()) == 0 for g in grads)
+
+
+def test_the_weight_gradient_is_summed_in_fp32_when_the_head_is_bf16(monkeypatch):
+    """512 rows of one sign: summed in bf16, the total would stop growing at 256 times a row."""
+    monkeypatch.setattr(loss, "PIECE_LOGITS", 4)
+    hidden = torch.ones(2048, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    nll, _ = token_nll(hidden, weight, torch.zeros(2048, dtype=torch.long))
+    (grad,) = torch.autograd.grad(nll, weight)
+    torch.testing.assert_close(grad.float(), torch.tensor([[-1024.0], [1024.0]]), rtol=1e-2, atol=0)
+
+
+def test_autocast_computes_logits_in_its_dtype_and_the_sum_in_fp32():
+    hidden, weight, labels = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll, _ = token_nll(hidden, weight, labels)
+    assert nll.dtype == torch.float32
+    torch.testing.assert_close(nll, plain(hidden, weight, labels), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("label", [11, -1])
+def test_a_label_outside_the_vocabulary_is_named(label):
+    hidden, weight, labels = inputs()
+    labels[0, 0] = label
+    with pytest.raises(ValueError, match=rf"label {label} is outside 0\.\.10"):
+        token_nll(hidden, weight, labels)
+
+
+def test_shapes_that_disagree_are_named():
+    hidden, weight, labels = inputs()
+    with pytest.raises(ValueError, match="one per token"):
+        token_nll(hidden, weight, labels[:2])
+    with pytest.raises(ValueError, match="width 8"):
+        token_nll(hidden, weight[:, :4], labels)

@@ -1,0 +1,167 @@
+"""Metrics: sums that do not depend on how they were added up."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torchmetrics.text import Perplexity
+
+from zoo.data import TaskData, TokenData
+from zoo.metrics import TaskScore, TokenLoss, bigram_conditional_entropy, unigram_entropy
+
+
+@pytest.fixture
+def dice():
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"numbers drawn with seed {seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def nll_of(logits, labels):
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def test_the_loss_is_the_mean_over_all_tokens_not_over_batches(dice):
+    logits, labels = torch.randn(9, 12, 7), torch.randint(0, 7, (9, 12))
+    labels[torch.rand(9, 12) < 0.4] = -100
+    labels[4] = -100  # a batch without a token
+    oracle = Perplexity(ignore_index=-100)
+    oracle.update(logits, labels)
+    for pieces in ([9], [1] * 9, [4, 5]):
+        metric = TokenLoss()
+        for x, y in zip(logits.split(pieces), labels.split(pieces)):
+            metric.update(nll_of(x, y), (y != -100).sum(), int((y > 2).sum()))
+        values = metric.compute()
+        counted = int((labels != -100).sum())
+        expected = nll_of(logits, labels).item() / counted
+        assert values["loss"].item() == pytest.approx(expected, rel=1e-5)
+        assert values["ppl"].item() == pytest.approx(oracle.compute().item(), rel=1e-4)
+        bytes_counted = int((labels > 2).sum())
+        assert values["bpb"].item() == pytest.approx(expected * counted / bytes_counted / math.log(2), rel=1e-5)
+
+
+def test_sums_are_float64_and_survive_many_small_batches():
+    metric = TokenLoss()
+    for _ in range(1000):
+        metric.update(torch.tensor(1e5 + 0.25, dtype=torch.float64), 1)
+    metric.half()  # a trainer in half precision casts its modules
+    assert metric.nll.dtype == torch.float64
+    assert metric.compute()["loss"].item() == 1e5 + 0.25
+    assert "bpb" not in metric.compute()
+
+
+def test_a_uniform_model_costs_eight_bits_and_a_little_a_byte():
+    module = TokenData(seq_len=128, batch_tokens=4096)
+    metric = TokenLoss()
+    for batch in module.val_dataloader():
+        logits = torch.zeros(*batch["labels"].shape, module.vocab_size)
+        metric.update(nll_of(logits, batch["labels"]), batch["tokens"], batch["bytes"])
+    counts = module.manifest()["splits"]["val"]
+    values = metric.compute()
+    assert values["ppl"].item() == pytest.approx(257, rel=1e-5)
+    assert values["bpb"].item() == pytest.approx(math.log2(257) * counts["tokens"] / counts["bytes"], rel=1e-6)
+
+
+def test_no_token_is_an_error_and_not_a_nan():
+    metric = TokenLoss()
+    metric.update(torch.tensor(0.0), 0, 0)
+    with pytest.raises(ValueError, match="no token was counted"):
+        metric.compute()
+    score = TaskScore()
+    score.update(torch.zeros(1, 2).long(), torch.full((1, 2), -100))
+    with pytest.raises(ValueError, match="no label was counted"):
+        score.compute()
+
+
+def test_states_of_two_ranks_add_up(dice):
+    whole, parts = TokenLoss(), [TokenLoss(), TokenLoss()]
+    for i in range(5):
+        nll, tokens = torch.rand(()) * 100, dice.randrange(1, 50)
+        whole.update(nll, tokens, tokens + 1)
+        parts[i % 2].update(nll, tokens, tokens + 1)
+    summed = {
+        name: reduce(torch.stack([getattr(part, name) for part in parts])) for name, reduce in whole._reductions.items()
+    }
+    for name, value in summed.items():
+        assert value.sum().item() == pytest.approx(getattr(whole, name).item(), rel=1e-12)
+
+
+def test_scores_equal_counting_by_hand(dice):
+    labels = torch.randint(0, 3, (40, 6))
+    labels[torch.rand(40, 6) < 0.5] = -100
+    labels[3] = -100
+    answers, stale = torch.randint(0, 3, (40, 6)), torch.randint(0, 3, (40, 6))
+    stale[torch.rand(40, 6) < 0.5] = -100
+    mask = torch.rand(40, 6) < 0.3
+    score = TaskScore(["some", "none"], classes=3)
+    for start in range(0, 40, 8):
+        part = slice(start, start + 8)
+        none = torch.zeros(8, 6, dtype=torch.bool)
+        score.update(answers[part], labels[part], {"some": mask[part], "none": none}, stale[part])
+    values = {name: value.item() for name, value in score.compute().items()}
+
+    expected = {}
+    for prefix, chosen in [("", labels != -100), ("some/", mask & (labels != -100))]:
+        rows = [(answers[i][chosen[i]] == labels[i][chosen[i]]).float() for i in range(40) if chosen[i].any()]
+        expected[f"{prefix}accuracy"] = torch.cat(rows).mean().item()
+        expected[f"{prefix}row_accuracy"] = np.mean([row.mean().item() for row in rows])
+        expected[f"{prefix}exact"] = np.mean([row.min().item() for row in rows])
+    expected["scaled_accuracy"] = (expected["accuracy"] - 1 / 3) / (2 / 3)
+    known = (labels != -100) & (stale != -100)
+    expected["stale_rate"] = (answers[known] == stale[known]).float().mean().item()
+    assert values == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("task", ["overwrite", "parity"])
+def test_perfect_and_outdated_answers_are_told_apart(task):
+    module = TaskData(task, batch_tokens=1440, options={"upd": 3} if task == "overwrite" else None)
+    perfect, outdated = module.new_score(), module.new_score()
+    for batch in module.test_dataloader():
+        old = torch.where(batch["stale"] != -100, batch["stale"], batch["labels"])
+        perfect.update(batch["labels"], batch["labels"], batch["slices"], batch["stale"])
+        outdated.update(old, batch["labels"], batch["slices"], batch["stale"])
+    best = perfect.compute()
+    assert best.pop("stale_rate", torch.tensor(0.0)) == 0
+    assert len(best) >= 3
+    assert all(value == 1 for value in best.values()), best
+    if task == "overwrite":
+        worst = outdated.compute()
+        assert worst["accuracy"] == 0.5
+        assert worst["stale_rate"] == 1
+        assert (worst["kept/accuracy"], worst["overwritten/accuracy"], worst["exact"]) == (1, 0, 0)
+
+
+def test_wrong_shapes_and_missing_slices_are_refused():
+    score = TaskScore(["kept"])
+    with pytest.raises(ValueError, match=r"answers are \[1, 2\] and labels \[1, 3\]"):
+        score.update(torch.zeros(1, 2), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="no slice 'kept'"):
+        score.update(torch.zeros(1, 2), torch.zeros(1, 2))
+
+
+# -------------------------------------------------------------------------------------------------------------- entropy
+def test_entropies_of_texts_whose_entropy_is_known():
+    assert unigram_entropy(np.array([5])) == 0
+    assert unigram_entropy(np.tile([0, 1, 2, 3], 10)) == pytest.approx(2)
+    assert unigram_entropy(np.array([0, 0, 0, 1])) == pytest.approx(0.75 * math.log2(4 / 3) + 0.25 * 2)
+    assert bigram_conditional_entropy(np.tile([0, 1, 2, 3], 10)) == pytest.approx(0)
+    # 00 01 10 01 10 00 01 11: after 0 comes 0 twice and 1 three times, after 1 comes 0 twice and 1 once.
+    tokens = np.array([0, 0, 1, 0, 1, 0, 0, 1, 1])
+    after_zero = 2 / 5 * math.log2(5 / 2) + 3 / 5 * math.log2(5 / 3)
+    after_one = 2 / 3 * math.log2(3 / 2) + 1 / 3 * math.log2(3)
+    assert bigram_conditional_entropy(tokens) == pytest.approx(5 / 8 * after_zero + 3 / 8 * after_one)
+
+
+def test_entropies_of_long_random_text_come_near_the_truth(dice):
+    random_text = np.random.default_rng(dice.randrange(2**31)).integers(0, 16, 200_000)
+    assert unigram_entropy(random_text) == pytest.approx(4, abs=0.001)
+    assert bigram_conditional_entropy(random_text) == pytest.approx(4, abs=0.003)
+    with pytest.raises(ValueError, match="no tokens"):
+        unigram_entropy(np.array([]))
+    with pytest.raises(ValueError, match="a pair needs 2 tokens, 1 given"):
+        bigram_conditional_entropy(np.array([1]))

@@ -1,0 +1,173 @@
+"""What a run tells while it runs: what it trains, how fast, and how much of the hardware that takes."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from zoo.module import HybridLMModule
+from zoo.optim import parameter_groups
+
+
+class RunHeader(Callback):
+    """Print, once, what is about to be trained: layers, parameters, optimizer groups, and the run's length."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(pl_module, HybridLMModule):
+            return
+        model, counts = pl_module.built(), pl_module.built().parameter_counts()
+        groups = parameter_groups(model.named_parameters())
+        sizes = {group["name"]: sum(p.numel() for p in group["params"]) for group in groups}
+        for notice in pl_module.architecture.notices:
+            rank_zero_info(notice)
+        rank_zero_info(
+            f"{pl_module.architecture.canonical}: {len(model.blocks)} layers, d_model {model.d_model}, d_ff {model.d_ff}; "
+            f"{counts.total:,} parameters, {counts.non_embedding:,} without embedding and head; "
+            f"weight decay on {sizes.get('decay', 0):,}, none on {sizes.get('no_decay', 0):,}"
+        )
+
+
+class Throughput(Callback):
+    """Log ``tok/s``, and ``mfu`` where the device's peak is known.
+
+    Tokens are labels that count, so padding does not flatter. MFU is the model's own training FLOPs (three times the forward)
+    at the context length of the data, over the dense peak of the compute type. Steps that validate or save are left out.
+
+    Args:
+        peak_flops: FLOP/s of the device at the run's precision. None: Lightning's table; on an unknown device no MFU is
+            logged.
+        skip: steps at the start that are not timed: compilation and warm-up.
+    """
+
+    def __init__(self, peak_flops: float | None = None, skip: int = 5):
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"Throughput: peak_flops must be above 0, got {peak_flops}")
+        if skip < 0:
+            raise ValueError(f"Throughput: skip must be at least 0, got {skip}")
+        self.peak_flops, self.skip = peak_flops, skip
+        self.tokens = self.seconds = 0.0
+        self.total_tokens = self.total_seconds = 0.0
+        self._steps, self._pending, self._mark = 0, 0, None
+        self._flops_per_token = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.peak_flops is None:
+            precision = trainer.strategy.precision_plugin.precision
+            dtype = {"bf16": torch.bfloat16, "16": torch.float16}.get(str(precision).split("-")[0], torch.float32)
+            flops = get_available_flops(pl_module.device, dtype) if pl_module.device.type == "cuda" else None
+            self.peak_flops = float(flops) if flops else None
+        if isinstance(pl_module, HybridLMModule):
+            context = int(getattr(getattr(trainer, "datamodule", None), "seq_len", 0) or 1)
+            self._flops_per_token = 3 * pl_module.built().flops_per_token(context)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._mark is None:
+            _wait(pl_module)
+            self._mark = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._pending += int(batch["tokens"])
+        self._steps += 1
+        if self._steps == self.skip:
+            self._restart()
+        settled: Any = trainer  # its connectors set log_every_n_steps, which no annotation tells
+        logged = trainer.global_step % settled.log_every_n_steps == 0
+        if self._steps > self.skip and (logged or trainer.global_step == trainer.max_steps):
+            self._take(pl_module)
+
+    def _take(self, pl_module: LightningModule) -> None:
+        _wait(pl_module)
+        now = time.perf_counter()
+        seconds = now - (self._mark if self._mark is not None else now)
+        if seconds > 0 and self._pending:
+            rate = self._pending * pl_module.trainer.world_size / seconds
+            pl_module.log("tok/s", rate, prog_bar=True)
+            if self.peak_flops and self._flops_per_token:
+                pl_module.log("mfu", rate * self._flops_per_token / (self.peak_flops * pl_module.trainer.world_size))
+            self.total_tokens += self._pending * pl_module.trainer.world_size
+            self.total_seconds += seconds
+        self._restart()
+
+    def _restart(self) -> None:
+        self._pending, self._mark = 0, None
+
+    # Validation, checkpoints and whatever else stands between two batches is no training time.
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.training and self._steps > self.skip and self._mark is not None:
+            self._restart()
+
+    @property
+    def mean_rate(self) -> float | None:
+        """Tokens per second over all timed steps; None before the first."""
+        return self.total_tokens / self.total_seconds if self.total_seconds else None
+
+
+class WritePredictions(Callback):
+    """Write what ``zoo predict`` finds as predictions.csv in the run's folder: one line a document.
+
+    Columns: ``document`` counts on over all batches, ``tokens`` are the labels that count, ``nll`` their sum in nats.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float]] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.rows += zip(outputs["tokens"].tolist(), outputs["nll"].tolist())
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = Path(trainer.default_root_dir) / "predictions.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["document", "tokens", "nll"])
+            writer.writerows((number, tokens, f"{nll:.6f}") for number, (tokens, nll) in enumerate(self.rows) if tokens)
+        rank_zero_info(f"losses of {sum(tokens > 0 for tokens, _ in self.rows)} documents in {path}")
+
+
+class ProgressLines(Callback):
+    """Say how a run goes in a few lines, where a progress bar would fill a log file.
+
+    Args:
+        say: takes a line.
+        lines: how many over the whole run.
+    """
+
+    def __init__(self, say: Callable[[str], None], lines: int = 4):
+        self.say, self.lines = say, lines
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        done, whole = trainer.global_step, trainer.max_steps
+        if whole > 0 and done * self.lines // whole > (done - 1) * self.lines // whole:
+            logged = trainer.callback_metrics
+            parts = [f"  step {done} of {whole}"]
+            parts += [
+                f"{name} {float(logged[key]):.3f}"
+                for name, key in (("loss", "train/loss"), ("val bits/byte", "val/bpb"))
+                if key in logged
+            ]
+            parts += [f"{float(logged['tok/s']):,.0f} tokens/s"] if "tok/s" in logged else []
+            self.say(", ".join(parts))
+
+
+def _wait(pl_module: LightningModule) -> None:
+    if pl_module.device.type == "cuda":
+        torch.cuda.synchronize(pl_module.device)

@@ -1,0 +1,67 @@
+"""From a checkpoint back to a model: weights only, and an error that says what the file is if it is none of ours."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.architecture import Architecture
+from zoo.errors import UserError
+from zoo.model import HybridLM
+from zoo.run import LAST
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model from a checkpoint, and what the checkpoint says of itself.
+
+    Attributes:
+        model: in eval mode, on the device asked for.
+        architecture: what it is made of.
+        facts: the checkpoint's own record: code version, tokenizer, tokens seen, layers as resolved.
+    """
+
+    model: HybridLM
+    architecture: Architecture
+    facts: dict[str, Any]
+
+
+def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Loaded:
+    """Rebuild a model from a checkpoint of ``zoo fit``, without the recipe that made it.
+
+    Args:
+        path: a ``.ckpt`` file, or a run's folder, whose ``last.ckpt`` is taken.
+        device: where to put it.
+        dtype: of the weights; decay parameters stay fp32. None: as stored.
+
+    Raises:
+        UserError: no such file, a file that is not a checkpoint of ours, or weights that do not fit.
+    """
+    file = Path(path)
+    if file.is_dir() and (file / LAST).is_file():
+        file = file / LAST
+    if not file.is_file():
+        raise UserError(f"no checkpoint at {path}; name a .ckpt file, or a run's folder with a {LAST}")
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read as a checkpoint ({type(error).__name__}); it may be cut short or another kind of file"
+        ) from error
+    if not isinstance(stored, dict) or "zoo" not in stored or "state_dict" not in stored:
+        raise UserError(f"{file} is not a checkpoint of zoo fit: it does not say what model it holds")
+    architecture = Architecture.from_plain(stored["zoo"]["architecture"])
+    model = architecture.build(device="meta")
+    weights = {k.removeprefix("model."): v for k, v in stored["state_dict"].items() if k.startswith("model.")}
+    try:
+        model.load_state_dict(weights, strict=True, assign=True)
+    except RuntimeError as error:
+        raise UserError(f"{file}: its weights do not fit the model it names: {error}") from error
+    if architecture.tie:
+        model.head.weight = model.embedding.weight
+    model.to(device=device, dtype=dtype).eval()
+    return Loaded(model, architecture, stored["zoo"])

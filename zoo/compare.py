@@ -1,0 +1,440 @@
+"""Arms under one budget: same tokens, same order, same schedule, parameters matched; trained one after another."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from zoo import __version__
+from zoo.architecture import Architecture
+from zoo.budget import TOLERANCE, match_parameters, non_embedding
+from zoo.errors import UserError
+from zoo.metrics import bigram_conditional_entropy, unigram_entropy
+from zoo.presets import preset, presets
+from zoo.run import LAST, read_metrics
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One architecture of a comparison, sized to the budget.
+
+    Attributes:
+        text: as the user wrote it.
+        architecture: with its matched ``d_ff``.
+        non_embedding: parameters without embedding and head.
+        deviation: of these from the reference, as a signed share.
+        flops_per_token: of the forward, per token, at the training context.
+        state_bytes: what decoding keeps per sequence at the comparison's context.
+    """
+
+    text: str
+    architecture: Architecture
+    total: int
+    non_embedding: int
+    deviation: float
+    flops_per_token: float
+    state_bytes: int
+
+
+@dataclass
+class Result:
+    """What one arm gave.
+
+    Attributes:
+        status: "finished", "diverged" (a loss that is not finite) or "failed" (with ``error``).
+        loss, bpb: validation, nats per token and bits per byte, after the last step.
+        curve: (tokens, validation bits per byte) pairs.
+        train_curve: (tokens, training loss in nats per token) pairs.
+    """
+
+    arm: Arm
+    status: str
+    seed: int | None = None
+    loss: float = math.nan
+    bpb: float = math.nan
+    tokens: int = 0
+    seconds: float = math.nan
+    tokens_per_second: float = math.nan
+    order_hash: str = ""
+    error: str = ""
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    train_curve: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison, settled before anything trains.
+
+    Attributes:
+        recipe: the YAML file that all arms share.
+        overrides: further settings for all arms, as on the command line.
+        held: what is equal, in words.
+        reference: non-embedding parameters that every arm is matched to.
+        context: tokens at which the decode state is counted.
+    """
+
+    arms: tuple[Arm, ...]
+    recipe: Path
+    overrides: tuple[str, ...]
+    reference: int
+    reference_text: str
+    tolerance: float
+    context: int
+
+    @property
+    def held(self) -> str:
+        """The first line of every report."""
+        worst = max(abs(arm.deviation) for arm in self.arms)
+        return (
+            f"held: training tokens and their order (exact); parameters without embedding and head "
+            f"({self.reference:,} of {self.reference_text}, within {self.tolerance:.1%}: worst {worst:.2%})"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------------ plan
+def make_plan(
+    patterns: Sequence[str],
+    recipe: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    tolerance: float = TOLERANCE,
+    context: int = 4096,
+) -> Plan:
+    """Size every arm to the recipe's own model; nothing is trained or written.
+
+    Args:
+        patterns: patterns, or presets by name (their pattern, options and MLP; sizes are the recipe's).
+        recipe: a training recipe; its model is the reference that arms are matched to.
+        overrides: settings for all arms, as they would follow ``zoo fit``.
+        tolerance: the largest deviation in parameters, as a share.
+        context: where the decode state is counted, in tokens.
+
+    Raises:
+        UserError, PatternError, SpecError: what is wrong with an arm or the recipe.
+    """
+    if not patterns:
+        raise UserError(
+            "compare what? Name at least one pattern: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
+        )
+    path = Path(recipe)
+    if not path.is_file():
+        raise UserError(f"no recipe at {path}; recipes are YAML files, such as recipes/tiny_text.yaml")
+    base = _instantiate(path, overrides)
+    own: Architecture = base.model.architecture
+    target = non_embedding(own)
+    sized = [(text, match_parameters(_arm_architecture(text, own), target, tolerance=tolerance)) for text in patterns]
+    duplicates = {text for text in patterns if list(patterns).count(text) > 1}
+    if duplicates:
+        raise UserError(
+            f"{', '.join(sorted(duplicates))}: named twice; an arm is compared with others, not with itself"
+        )
+    arms = []
+    for text, match in sized:
+        model = match.architecture.build(device="meta")
+        arms.append(
+            Arm(
+                text,
+                match.architecture,
+                model.parameter_counts().total,
+                match.non_embedding,
+                match.deviation,
+                model.flops_per_token(base.datamodule.seq_len),
+                model.state_bytes(context),
+            )
+        )
+    return Plan(tuple(arms), path, tuple(overrides), target, own.canonical, tolerance, context)
+
+
+def _arm_architecture(text: str, own: Architecture) -> Architecture:
+    """The recipe's model with another pattern; a preset brings its options and its MLP too."""
+    if text in presets():
+        found = preset(text)
+        return own.with_pattern(found.pattern, mixers=found.mixers, mlp=found.mlp)
+    return own.with_pattern(text)
+
+
+def _instantiate(recipe: Path, overrides: Sequence[str]) -> Any:
+    from zoo.verbs.train import ZooCLI
+
+    return ZooCLI(["--config", str(recipe), *overrides], run=False)
+
+
+# ------------------------------------------------------------------------------------------------------------------- run
+def run_plan(plan: Plan, out: str | Path, *, say: Callable[[str], None] = print) -> list[Result]:
+    """Train and evaluate every arm, one after another; finished arms of the same plan are not run again.
+
+    Args:
+        plan: from :func:`make_plan`.
+        out: the comparison's folder: one folder an arm, and the report.
+        say: takes lines of progress.
+
+    Raises:
+        UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for number, arm in enumerate(plan.arms, start=1):
+        folder = out / f"{number:02d}-{_file_name(arm.text)}"
+        say(f"arm {number} of {len(plan.arms)}: {arm.text} (d_ff {arm.architecture.d_ff})")
+        results.append(_run_arm(plan, arm, folder, say))
+    hashes = {result.order_hash for result in results if result.status == "finished"}
+    if len(hashes) > 1:
+        raise UserError(f"the arms did not read the same tokens in the same order; the comparison in {out} is void")
+    return results
+
+
+def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
+    key = _key(plan, arm)
+    status = folder / "status.json"
+    stored = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
+    if stored and stored["key"] != key:
+        raise UserError(
+            f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: --out FOLDER"
+        )
+    if stored.get("status") == "finished":
+        say(f"  finished before: {stored['bpb']:.4f} bits per byte")
+        return _read_result(arm, stored)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(status, {"key": key, "status": "running"})
+    try:
+        result = _train(plan, arm, folder, say)
+    except RuntimeError as error:
+        # One arm that fails, out of memory for example, does not take the others with it; the table shows it. A user's error
+        # concerns the recipe, so it ends the comparison.
+        result = Result(arm, "failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
+        say(f"  failed: {result.error}")
+    if result.status == "finished":
+        say(f"  {result.bpb:.4f} bits per byte after {result.tokens:,} tokens in {result.seconds:.0f} s")
+    _write_json(status, {"key": key, **_plain_result(result)})
+    return result
+
+
+def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
+    from zoo.callbacks import ProgressLines, Throughput
+
+    cli = _instantiate(plan.recipe, ["--config", str(_write_arm(arm, folder)), *plan.overrides])
+    trainer = cli.trainer
+    trainer.callbacks.append(ProgressLines(say))
+    (folder / "recipe.yaml").write_text(plan.recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    begun = time.perf_counter()
+    resume = "last" if (folder / LAST).is_file() else None
+    trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume)
+    seconds = time.perf_counter() - begun
+    loader: Any = trainer.train_dataloader  # validation below replaces it
+    (final,) = trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
+    rate = next(c.mean_rate for c in trainer.callbacks if isinstance(c, Throughput))
+    tokens = trainer.global_step * cli.datamodule.batch_tokens
+    loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
+    rows = read_metrics(folder)
+    per_step = cli.datamodule.batch_tokens
+    return Result(
+        arm,
+        "finished" if math.isfinite(loss) else "diverged",
+        seed=cli.config.get("seed_everything"),
+        loss=loss,
+        bpb=bpb,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=rate if rate is not None else math.nan,
+        order_hash=loader.order_hash,
+        curve=[
+            ((int(r["step"]) + 1) * per_step, r["val/bpb"])
+            for r in rows
+            if "val/bpb" in r and int(r["step"]) < trainer.global_step
+        ],
+        train_curve=[((int(r["step"]) + 1) * per_step, r["train/loss"]) for r in rows if "train/loss" in r],
+    )
+
+
+def _write_arm(arm: Arm, folder: Path) -> Path:
+    """What makes the shared recipe this arm's, as a second configuration file: `zoo fit --config RECIPE --config ARM`."""
+    plain = arm.architecture.to_plain()
+    content = {
+        "model": {name: plain[name] for name in ("pattern", "n_layers", "d_ff", "mlp", "mixers")},
+        "trainer": {"default_root_dir": str(folder), "enable_progress_bar": False},
+    }
+    path = folder / "arm.yaml"
+    path.write_text(f"# {arm.text}, sized to the budget\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _key(plan: Plan, arm: Arm) -> str:
+    """Names what an arm is: recipe, overrides and architecture. The folder is not part of it."""
+    content = [plan.recipe.read_text(encoding="utf-8"), list(plan.overrides), arm.architecture.to_plain()]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "_+-." else "_" for c in text)[:60]
+
+
+# ---------------------------------------------------------------------------------------------------------------- report
+COLUMNS = (
+    ("arm", "arm"),
+    ("d_ff", "d_ff"),
+    ("parameters", "parameters"),
+    ("deviation", "against reference"),
+    ("flops_per_token", "FLOPs/token"),
+    ("state_bytes", "state bytes"),
+    ("tokens_per_second", "tokens/s"),
+    ("loss", "val loss"),
+    ("bpb", "val bits/byte"),
+    ("status", "status"),
+)
+
+
+def table_rows(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """One row an arm, by the keys of ``COLUMNS``; numbers as numbers."""
+    return [
+        {
+            "arm": r.arm.text,
+            "d_ff": r.arm.architecture.d_ff,
+            "parameters": r.arm.non_embedding,
+            "deviation": r.arm.deviation,
+            "flops_per_token": r.arm.flops_per_token,
+            "state_bytes": r.arm.state_bytes,
+            "tokens_per_second": r.tokens_per_second,
+            "loss": r.loss,
+            "bpb": r.bpb,
+            "status": r.status if not r.error else f"{r.status}: {r.error}",
+        }
+        for r in results
+    ]
+
+
+def shown(key: str, value: Any) -> str:
+    """A cell as people read it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "n/a"
+    if key == "deviation":
+        return f"{value:+.2%}"
+    if key in ("loss", "bpb"):
+        return f"{value:.4f}"
+    if isinstance(value, float):
+        return f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def text_entropies(plan: Plan) -> dict[str, float]:
+    """Bits per byte that counting alone reaches on the validation text: what a model must beat to have learned anything.
+
+    Returns:
+        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no text.
+    """
+    data = _instantiate(plan.recipe, plan.overrides).datamodule
+    if not hasattr(data, "eval_text"):
+        return {}
+    ids = data.eval_text("val")
+    return {"unigram": unigram_entropy(ids), "bigram": bigram_conditional_entropy(ids)}
+
+
+def write_report(plan: Plan, results: list[Result], out: str | Path, entropies: dict[str, float]) -> dict[str, Path]:
+    """Write results.json, results.csv, report.md and curves.png.
+
+    Returns:
+        The files by name.
+    """
+    from zoo.plot import draw_curves
+
+    out = Path(out)
+    files = {name: out / name for name in ("results.json", "results.csv", "report.md", "curves.png")}
+    rows = table_rows(results)
+    with files["results.csv"].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[key for key, _ in COLUMNS])
+        writer.writeheader()
+        writer.writerows(rows)
+    content = {
+        "schema": SCHEMA,
+        "held": plan.held,
+        "tolerance": plan.tolerance,
+        "recipe": str(plan.recipe),
+        "overrides": list(plan.overrides),
+        "context": plan.context,
+        "entropies": entropies,
+        "versions": versions(),
+        "arms": [_plain_result(result) for result in results],
+    }
+    _write_json(files["results.json"], content)
+    files["report.md"].write_text(_markdown(plan, rows, entropies), encoding="utf-8")
+    draw_curves(results, files["curves.png"], entropies=entropies, title=plan.held)
+    return files
+
+
+def versions() -> dict[str, str]:
+    """What the figures were taken with."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return {"zoo": __version__, "torch": torch.__version__, "python": platform.python_version(), "device": device}
+
+
+def _markdown(plan: Plan, rows: list[dict[str, Any]], entropies: dict[str, float]) -> str:
+    lines = [plan.held, ""]
+    lines.append("| " + " | ".join(title for _, title in COLUMNS) + " |")
+    lines.append("|" + "|".join("---" if key in ("arm", "status") else "---:" for key, _ in COLUMNS) + "|")
+    lines += ["| " + " | ".join(shown(key, row[key]) for key, _ in COLUMNS) + " |" for row in rows]
+    lines += ["", *notes(plan, entropies), "", "![validation bits per byte against training tokens](curves.png)", ""]
+    return "\n".join(lines)
+
+
+def notes(plan: Plan, entropies: dict[str, float]) -> list[str]:
+    """Sentences below the table: what the columns mean, and what to mistrust."""
+    lines = [
+        f"Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per sequence at "
+        f"{plan.context:,} tokens. One seed: there is no interval, so small differences rank nothing."
+    ]
+    if entropies:
+        lines.append(
+            f"The validation bytes themselves: unigram entropy {entropies['unigram']:.4f} bits, entropy given the byte before "
+            f"{entropies['bigram']:.4f} bits."
+        )
+    return lines
+
+
+def _plain_result(result: Result) -> dict[str, Any]:
+    plain = {k: v for k, v in asdict(result).items() if k != "arm"}
+    arm = result.arm
+    plain["arm"] = {
+        "text": arm.text,
+        "canonical": arm.architecture.canonical,
+        "architecture": arm.architecture.to_plain(),
+        "parameters": {"total": arm.total, "non_embedding": arm.non_embedding},
+        "deviation": arm.deviation,
+        "flops_per_token_forward": arm.flops_per_token,
+        "state_bytes": arm.state_bytes,
+    }
+    return plain
+
+
+def _read_result(arm: Arm, stored: dict[str, Any]) -> Result:
+    kept = {k: v for k, v in stored.items() if k not in ("arm", "key") and v is not None}
+    kept["curve"], kept["train_curve"] = ([tuple(p) for p in kept[k]] for k in ("curve", "train_curve"))
+    return Result(arm, **kept)
+
+
+def _finite(content: Any) -> Any:
+    """JSON knows no NaN: numbers that are not finite become null."""
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _write_json(path: Path, content: Any) -> None:
+    """Written whole or not at all: a kill leaves the old file."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)

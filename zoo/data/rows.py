@@ -1,0 +1,253 @@
+"""Documents laid end to end and cut into rows of one context each; rows gathered into batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from zoo.data.corpus import Split
+from zoo.data.loader import Batch
+from zoo.errors import UserError
+from zoo_kernels.packing import Packing
+
+IGNORED = -100  # the label of a position that does not count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows become tensors.
+
+    Attributes:
+        doc_mask: documents inside a row do not see each other.
+        always_packed: one packed row even where [rows, seq_len] without a packing would give the same.
+    """
+
+    doc_mask: bool = True
+    always_packed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Documents in some order, cut into rows of ``seq_len`` tokens; a row is a context: nothing is carried across rows.
+
+    Attributes:
+        stream: [rows * seq_len + 1], ids; ``stream[t + 1]`` is the target of ``stream[t]``, the last one included.
+        weights: bytes of each id, like ``stream``; None: one per id, none for a separator.
+        starts: int64, sorted places in the stream where a document (or the padding behind the last one) begins.
+        filled: positions that hold text; those behind are padding.
+        seq_len: tokens of one row.
+        separator: the separator's id.
+    """
+
+    stream: np.ndarray
+    weights: np.ndarray | None
+    starts: np.ndarray
+    filled: int
+    seq_len: int
+    separator: int
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.seq_len
+
+    def inputs(self, which: np.ndarray) -> np.ndarray:
+        """[rows, seq_len], the ids of the rows ``which``."""
+        return self.stream[:-1].reshape(-1, self.seq_len)[which]
+
+    def targets(self, which: np.ndarray) -> np.ndarray:
+        """[rows, seq_len], the id after every id of the rows ``which``, in the padding as elsewhere."""
+        return self.stream[1:].reshape(-1, self.seq_len)[which]
+
+    def places(self, which: np.ndarray) -> np.ndarray:
+        """int64 [rows, seq_len], the place in the stream of every token of the rows ``which``."""
+        return which[:, None] * self.seq_len + np.arange(self.seq_len)
+
+    def inner_starts(self, which: np.ndarray) -> list[np.ndarray]:
+        """For each row, where documents begin inside it, its first token left out."""
+        first = np.searchsorted(self.starts, which * self.seq_len, side="right")
+        last = np.searchsorted(self.starts, (which + 1) * self.seq_len, side="left")
+        return [self.starts[a:b] - row * self.seq_len for a, b, row in zip(first, last, which)]
+
+
+def lay_out(split: Split, seq_len: int, *, order: np.ndarray | None = None, keep_tail: bool = False) -> Rows:
+    """Lay the documents of ``split`` end to end and cut them into rows.
+
+    Args:
+        split: the documents.
+        seq_len: tokens of one row.
+        order: int64 [documents], which document comes when; None: as they are.
+        keep_tail: pad the last row instead of leaving fewer than ``seq_len`` tokens out.
+    """
+    if order is None:
+        tokens, weights, starts = split.tokens, split.weights, split.starts[:-1]
+    else:
+        pieces = [slice(split.starts[n], split.starts[n + 1]) for n in order]
+        tokens = np.concatenate([split.tokens[piece] for piece in pieces])
+        weights = None if split.weights is None else np.concatenate([split.weights[piece] for piece in pieces])
+        starts = np.cumsum(split.lengths[order]) - split.lengths[order]
+    filled = len(tokens)
+    length = -(-filled // seq_len) * seq_len if keep_tail else filled // seq_len * seq_len
+    stream = np.full(length + 1, split.separator, dtype=tokens.dtype)
+    stream[: min(filled, length + 1)] = tokens[: length + 1]
+    if weights is not None:
+        weights = np.pad(weights, (0, max(0, length + 1 - filled)))[: length + 1]
+    if filled < length:
+        starts = np.append(starts, filled)
+    return Rows(stream, weights, starts, filled, seq_len, split.separator)
+
+
+class TextStream:
+    """Training rows: each epoch shuffles documents, lays them end to end, cuts rows and shuffles those.
+
+    Fewer than ``seq_len`` tokens at the end of an epoch are left out, different ones in each epoch.
+
+    Args:
+        split: the training documents.
+        seq_len: tokens of one row.
+        data_seed: seed of the order, independent of every other seed.
+        content_hash: names the documents.
+        layout: how rows become tensors.
+
+    Raises:
+        UserError: fewer tokens than one row.
+    """
+
+    def __init__(self, split: Split, *, seq_len: int, data_seed: int, content_hash: str, layout: Layout) -> None:
+        self.split, self.seq_len, self.data_seed, self.layout = split, seq_len, data_seed, layout
+        self.epoch_rows = len(split.tokens) // seq_len
+        if not self.epoch_rows:
+            raise UserError(
+                f"data: the train split has {len(split.tokens)} tokens, fewer than seq_len {seq_len}; lower seq_len or "
+                "add text"
+            )
+        self.identity: dict[str, Any] = {
+            "content_hash": content_hash,
+            "data_seed": data_seed,
+            "seq_len": seq_len,
+            "doc_mask": layout.doc_mask,
+        }
+        self._epoch: tuple[int, Rows, np.ndarray] | None = None
+
+    def ids(self, first: int, count: int) -> np.ndarray:
+        """Input ids of rows ``first`` to ``first + count``, [count, seq_len]."""
+        return np.concatenate([rows.inputs(which) for rows, which in self._parts(first, count)])
+
+    def batch(self, first: int, count: int) -> Batch:
+        """The same rows as a batch."""
+        return make_batch(self._parts(first, count), self.layout)
+
+    def _parts(self, first: int, count: int) -> list[tuple[Rows, np.ndarray]]:
+        """The rows by epoch; a short text passes several epochs in one batch."""
+        parts = []
+        while count:
+            epoch, place = divmod(first, self.epoch_rows)
+            rows, order = self._shuffled(epoch)
+            which = order[place : place + count]
+            parts.append((rows, which))
+            first, count = first + len(which), count - len(which)
+        return parts
+
+    def _shuffled(self, epoch: int) -> tuple[Rows, np.ndarray]:
+        if self._epoch is None or self._epoch[0] != epoch:
+            random = np.random.default_rng(np.random.SeedSequence(self.data_seed, spawn_key=(epoch,)))
+            rows = lay_out(self.split, self.seq_len, order=random.permutation(self.split.documents))
+            self._epoch = (epoch, rows, random.permutation(self.epoch_rows))
+        return self._epoch[1], self._epoch[2]
+
+
+class TextRows:
+    """Evaluation rows: the documents as they are, every label once, the last row padded.
+
+    Args:
+        split: the documents.
+        seq_len: tokens of one row.
+        layout: how rows become tensors.
+        max_tokens: keep about so many tokens, rows evenly spaced over the split; None: all.
+
+    Raises:
+        UserError: ``max_tokens`` below one row.
+    """
+
+    def __init__(self, split: Split, *, seq_len: int, layout: Layout, max_tokens: int | None = None) -> None:
+        if max_tokens is not None and max_tokens < seq_len:
+            raise UserError(
+                f"data: val_tokens is {max_tokens}, less than one row of seq_len {seq_len}; raise it, or leave it out"
+            )
+        self.layout = layout
+        self.rows = lay_out(split, seq_len, keep_tail=True)
+        count = len(self.rows) if max_tokens is None else min(len(self.rows), max_tokens // seq_len)
+        self.chosen = np.arange(count, dtype=np.int64) * len(self.rows) // count
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def batch(self, which: np.ndarray, padding_rows: int = 0) -> Batch:
+        """Rows ``which`` as a batch, and behind them ``padding_rows`` rows without a label."""
+        return make_batch([(self.rows, self.chosen[which])], self.layout, padding_rows=padding_rows)
+
+    def documents(self, which: np.ndarray) -> np.ndarray:
+        """int64 [rows, seq_len], the number of the document of every position; -1 for padding."""
+        places = self.rows.places(self.chosen[which])
+        numbers = np.searchsorted(self.rows.starts, places, side="right") - 1
+        return np.where(places < self.rows.filled, numbers, -1)
+
+    def labels(self) -> np.ndarray:
+        """Ids that are predicted, in order, separators included: what entropies are taken of."""
+        places = self.rows.places(self.chosen).reshape(-1)
+        return self.rows.stream[places[places < self.rows.filled] + 1].astype(np.int64)
+
+
+class DocumentRows(TextRows):
+    """Evaluation rows whose batches also say which document each position belongs to."""
+
+    def batch(self, which: np.ndarray, padding_rows: int = 0) -> Batch:
+        """As :meth:`TextRows.batch`, with ``documents`` int64 in the shape of the labels, -1 for padding."""
+        batch = super().batch(which, padding_rows)
+        documents = np.pad(self.documents(which), ((0, padding_rows), (0, 0)), constant_values=-1)
+        return {**batch, "documents": torch.from_numpy(documents).reshape(batch["labels"].shape)}
+
+
+def make_batch(parts: list[tuple[Rows, np.ndarray]], layout: Layout, *, padding_rows: int = 0) -> Batch:
+    """Gather rows into the batch that a training step takes.
+
+    Args:
+        parts: which rows of what, in order.
+        layout: how rows become tensors.
+        padding_rows: rows without a label appended, so that every rank has a batch.
+
+    Returns:
+        ``input_ids`` and ``labels`` int64, [1, rows * seq_len] with a ``packing``, or [rows, seq_len] with None where
+        no document begins inside a row; ``tokens``: labels that count; ``bytes``: UTF-8 bytes those labels stand for.
+    """
+    seq_len, separator = parts[0][0].seq_len, parts[0][0].separator
+    ids, labels, inner, text_bytes = [], [], [], 0
+    for rows, which in parts:
+        targets = rows.targets(which).astype(np.int64)
+        for row in np.flatnonzero((which + 1) * seq_len > rows.filled):  # the last row of an evaluation set, if at all
+            targets[row, rows.filled - which[row] * seq_len :] = IGNORED
+        if rows.weights is None:
+            text_bytes += int(np.count_nonzero((targets != separator) & (targets != IGNORED)))
+        else:
+            text_bytes += int(rows.weights[1:].reshape(-1, seq_len)[which].sum(dtype=np.int64))
+        ids.append(rows.inputs(which).astype(np.int64))
+        labels.append(targets)
+        inner += rows.inner_starts(which) if layout.doc_mask else [np.empty(0, dtype=np.int64)] * len(which)
+    if padding_rows:
+        ids.append(np.full((padding_rows, seq_len), separator, dtype=np.int64))
+        labels.append(np.full((padding_rows, seq_len), IGNORED, dtype=np.int64))
+        inner += [np.empty(0, dtype=np.int64)] * padding_rows
+    input_ids, all_labels = np.concatenate(ids), np.concatenate(labels)
+    packing = None
+    if layout.always_packed or any(len(starts) for starts in inner):
+        ends = [np.append(starts, seq_len) + row * seq_len for row, starts in enumerate(inner)]
+        packing = Packing.from_offsets([0, *np.concatenate(ends).tolist()])
+        input_ids, all_labels = input_ids.reshape(1, -1), all_labels.reshape(1, -1)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(all_labels),
+        "packing": packing,
+        "tokens": int(np.count_nonzero(all_labels != IGNORED)),
+        "bytes": text_bytes,
+    }

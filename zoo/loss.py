@@ -1,0 +1,98 @@
+"""Next-token loss in pieces: the logits of a whole batch never exist at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+IGNORED = -100  # a label that does not count
+PIECE_LOGITS = 2**24  # logits held at once, 64 MiB in fp32
+
+
+def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of ``labels`` under ``softmax(hidden @ weight.T)``, summed over the labels that count.
+
+    The head is applied to positions with a label only. Gradients of both factors are computed piece by piece in the
+    forward pass, so that memory holds at most 2^24 logits; sums are fp32 (float64 for float64 inputs).
+
+    Args:
+        hidden: [..., D], any float dtype; under autocast the product runs in autocast's dtype.
+        weight: [vocab, D].
+        labels: [...] int64, ``labels[t]`` belongs to ``hidden[t]``; -100 is not counted.
+
+    Returns:
+        nll: scalar in nats, fp32 or float64, 0 where nothing counts. tokens: int64 scalar, how many labels count.
+
+    Raises:
+        ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100.
+    """
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"token_nll: labels are {list(labels.shape)}, but hidden {list(hidden.shape)} asks for one per token"
+        )
+    if hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"token_nll: hidden has width {hidden.shape[-1]}, the head {weight.shape[-1]}; they must agree"
+        )
+    flat, targets = hidden.flatten(0, -2), labels.flatten()
+    if targets.device.type == "cpu":
+        _check_labels(targets, weight.shape[0])
+        # Tasks label few positions; on a device finding them would make the host wait.
+        counted = (targets != IGNORED).nonzero().squeeze(-1)
+        if counted.numel() < targets.numel():
+            flat, targets = flat.index_select(0, counted), targets.index_select(0, counted)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        flat, weight = flat.to(dtype), weight.to(dtype)
+    with torch.autocast(hidden.device.type, enabled=False):
+        nll = _TokenNLL.apply(flat, weight.to(flat.dtype), targets)
+    return nll, (targets != IGNORED).sum()
+
+
+def _check_labels(labels: Tensor, vocab: int) -> None:
+    wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab))
+    if wrong.any():
+        raise ValueError(
+            f"token_nll: label {int(labels[wrong][0])} is outside 0..{vocab - 1}; the model's vocab_size must cover the tokenizer"
+        )
+
+
+class _TokenNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        need_hidden, need_weight = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        rows = max(1, PIECE_LOGITS // weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            h, y = hidden[start : start + rows], labels[start : start + rows]
+            logits = (h @ weight.T).to(wide)
+            counts = y != IGNORED
+            index = y.clamp(min=0).unsqueeze(-1)
+            normaliser = logits.logsumexp(-1, keepdim=True)
+            total += torch.where(counts, (normaliser - logits.gather(-1, index)).squeeze(-1), 0.0).sum()
+            if d_hidden is None and d_weight is None:
+                continue
+            d_logits = logits.sub_(normaliser).exp_()
+            d_logits.scatter_add_(-1, index, d_logits.new_full(index.shape, -1.0))
+            d_logits = d_logits.mul_(counts.unsqueeze(-1)).to(h.dtype)
+            if d_hidden is not None:
+                d_hidden[start : start + rows] = d_logits @ weight
+            if d_weight is not None:
+                d_weight += (d_logits.T @ h).to(wide)  # summed in fp32: bf16 would round each piece away
+        ctx.save_for_backward(d_hidden, d_weight)  # type: ignore[attr-defined]
+        ctx.weight_dtype = weight.dtype  # type: ignore[attr-defined]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_total: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (
+            None if d_hidden is None else d_hidden * d_total.to(d_hidden.dtype),
+            None if d_weight is None else (d_weight * d_total).to(ctx.weight_dtype),  # type: ignore[attr-defined]
+            None,
+        )

@@ -1,0 +1,206 @@
+"""HybridLM: an embedding, the blocks that a pattern names, a norm and a head. Single-device code only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from zoo import loss
+from zoo.pattern import Layer, Pattern, expand, parse
+from zoo_kernels.packing import Packing, as_packing
+from zoo_layers import init
+from zoo_layers.block import Block
+from zoo_layers.mixer import MixerCache
+from zoo_layers.mlp import build_mlp, default_d_ff
+from zoo_layers.norm import RMSNorm
+
+
+class Embedding(nn.Embedding):
+    """Token vectors that start from N(0, 2 / (5 * width)), as the head does."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            init.normal(self.weight, init.linear_std(self.embedding_dim))
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters of a model, every trainable number once.
+
+    Attributes:
+        total: all of them; a tied head once.
+        non_embedding: without the token embedding and without the head, tied or not.
+    """
+
+    total: int
+    non_embedding: int
+
+
+class HybridLM(nn.Module):
+    """A language model whose layers a pattern names.
+
+    Args:
+        layers: from :func:`zoo.pattern.expand`.
+        d_model: width of the residual stream.
+        vocab_size: rows of the embedding and of the head; ids lie in 0..vocab_size-1.
+        d_ff: width of the MLPs. None: :func:`zoo_layers.mlp.default_d_ff`.
+        tie: use the embedding as the head.
+
+    The tensors are not filled; :meth:`reset` or :meth:`from_pattern` does that.
+
+    Raises:
+        ValueError: sizes out of range.
+        SpecError: a mixer that does not fit the width.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        d_model: int,
+        vocab_size: int,
+        d_ff: int | None = None,
+        tie: bool = False,
+    ):
+        super().__init__()
+        for name, value in (("d_model", d_model), ("vocab_size", vocab_size), ("d_ff", d_ff)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"HybridLM: {name} must be a whole number of at least 1, got {value!r}")
+        self.layers, self.d_model, self.vocab_size = tuple(layers), d_model, vocab_size
+        self.d_ff = default_d_ff(d_model) if d_ff is None else d_ff
+        self.embedding = Embedding(vocab_size, d_model)
+        self.blocks = nn.ModuleList(
+            Block(layer.resolve(d_model).module(d_model), build_mlp(layer.mlp, d_model, self.d_ff), d_model=d_model)
+            for layer in self.layers
+        )
+        self.norm = RMSNorm(d_model)
+        self.head = init.Linear(d_model, vocab_size)
+        self.tie = tie
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    @classmethod
+    def from_pattern(
+        cls,
+        pattern: str | list[Any] | Pattern,
+        *,
+        n_layers: int | None = None,
+        d_model: int,
+        vocab_size: int,
+        mlp: str = "swiglu",
+        d_ff: int | None = None,
+        mixers: Mapping[str, Mapping[str, Any]] | None = None,
+        tie: bool = False,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """Build a model and fill its tensors.
+
+        Args:
+            pattern: a line such as ``"GDN,SWA"``, the list form, or a parsed pattern.
+            n_layers: depth. None: once through the pattern.
+            d_model, vocab_size, d_ff, tie: as in the class.
+            mlp: the MLP of layers that name none.
+            mixers: options by mixer name, for layers that do not give their own.
+            seed: of the first values. None: drawn from PyTorch's global generator.
+            device: where to build. ``"meta"`` allocates nothing and fills nothing.
+
+        Raises:
+            PatternError, SpecError: with the place at fault.
+        """
+        parsed = pattern if isinstance(pattern, Pattern) else parse(pattern)
+        layers = expand(parsed, n_layers, mixers=mixers, mlp=mlp)
+        with torch.device(device or "cpu"):
+            model = cls(layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie)
+        if not model.embedding.weight.is_meta:
+            model.reset(seed)
+        return model
+
+    def each_block(self) -> Iterator[Block]:
+        """The blocks, first to last."""
+        for block in self.blocks:
+            yield cast(Block, block)
+
+    def reset(self, seed: int | None = None) -> None:
+        """Fill every tensor; see :func:`zoo_layers.init.reset`. A tied head keeps the embedding's values."""
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        init.reset(self, seed)
+        if self.tie:
+            init.reset(self.embedding, seed)
+
+    def forward(
+        self, input_ids: Tensor, caches: Sequence[MixerCache] | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """Logits [B, T, vocab_size] for ids [B, T]; arguments as in :meth:`hidden`."""
+        return self.head(self.hidden(input_ids, caches, packing))
+
+    def hidden(
+        self, input_ids: Tensor, caches: Sequence[MixerCache] | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """What the head reads: [B, T, D].
+
+        Args:
+            input_ids: [B, T] int64, T >= 1.
+            caches: one per layer, from :meth:`new_caches`; read at entry and rewritten at exit.
+            packing: documents laid end to end, or None. With caches, one row per document.
+
+        Raises:
+            ValueError: ids of another shape or outside the vocabulary (looked at on the CPU only), or a wrong number of caches.
+        """
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise ValueError(
+                f"HybridLM: input_ids must be [batch, tokens] with at least one token, got {list(input_ids.shape)}"
+            )
+        if input_ids.device.type == "cpu" and input_ids.numel():
+            low, high = int(input_ids.min()), int(input_ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"HybridLM: token id {low if low < 0 else high} is outside 0..{self.vocab_size - 1}; the tokenizer and "
+                    "vocab_size must agree"
+                )
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(
+                f"HybridLM: {len(caches)} caches for {len(self.blocks)} layers; new_caches() makes one per layer"
+            )
+        packing = as_packing(packing, batch=input_ids.shape[0], tokens=input_ids.shape[1], op="HybridLM")
+        x = self.embedding(input_ids)
+        for index, block in enumerate(self.each_block()):
+            x = block(x, None if caches is None else caches[index], packing)
+        return self.norm(x)
+
+    def nll(self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        """The summed negative log likelihood of the labels that count, in nats, and how many they are."""
+        return loss.token_nll(self.hidden(input_ids, packing=packing), self.head.weight, labels)
+
+    def new_caches(
+        self, batch: int, context: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> list[MixerCache]:
+        """Empty caches, one per layer, of ``batch`` rows with room for ``context`` tokens; dtype and device of the weights."""
+        weight = self.embedding.weight
+        return [
+            block.mixer.new_cache(batch, context, dtype=dtype or weight.dtype, device=device or weight.device)
+            for block in self.each_block()
+        ]
+
+    # -------------------------------------------------------------------------------------------------- what it costs
+    def parameter_counts(self) -> Counts:
+        """Count the parameters of this instance."""
+        every = {id(p): p.numel() for p in self.parameters() if p.requires_grad}
+        outside = {id(p) for p in (self.embedding.weight, self.head.weight)}
+        return Counts(
+            total=sum(every.values()),
+            non_embedding=sum(count for key, count in every.items() if key not in outside),
+        )
+
+    def flops_per_token(self, context: int) -> float:
+        """Model FLOPs of the forward, per token, averaged over a document of ``context`` tokens; training is three times that."""
+        return sum(block.flops_per_token(context) for block in self.each_block()) + 2 * self.d_model * self.vocab_size
+
+    def state_bytes(self, context: int) -> int:
+        """What decoding keeps per sequence after ``context`` tokens: bf16 keys, values and tails, fp32 states."""
+        return sum(block.mixer.state_bytes(context) for block in self.each_block())

@@ -1,0 +1,66 @@
+"""Pictures of a comparison; the only file that knows of matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zoo.compare import Result
+
+# Okabe and Ito's colours and a marker each: told apart without colour vision, and in print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def draw_curves(results: Sequence[Result], path: str | Path, *, entropies: Mapping[str, float], title: str) -> None:
+    """Validation bits per byte against training tokens, one line an arm, as a PNG.
+
+    Args:
+        results: arms without a curve are left out.
+        path: where to write.
+        entropies: dashed lines of what counting alone reaches, by name.
+        title: the sentence that says what was held equal.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    drawn = [result for result in results if result.curve]
+    for index, result in enumerate(drawn):
+        tokens, bits = zip(*result.curve)
+        axes.plot(
+            tokens,
+            bits,
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=4,
+            linewidth=1.6,
+            label=f"{result.arm.text}: {bits[-1]:.3f}",
+        )
+    names = {"unigram": "unigram entropy", "bigram": "entropy given the byte before"}
+    for name, bits in entropies.items():
+        axes.axhline(bits, color="#666666", linestyle="--", linewidth=0.9)
+        axes.annotate(
+            f"{names[name]} {bits:.2f}",
+            (1, bits),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="#444444",
+        )
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("validation bits per byte")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title("Hybrids under one budget", loc="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(title, fontsize=7, color="#444444", wrap=True)
+    if drawn:
+        axes.legend(frameon=False, title="validation bits per byte at the end", title_fontsize=8)
+    figure.savefig(path)

@@ -1,0 +1,1 @@
+"""The verbs of the command line: arguments and printing, one module each; the work lies below."""
