@@ -1,4 +1,4 @@
-"""What this installation can do: versions, devices, and for every op who serves it and why the others do not."""
+"""What this installation can do: versions, compilers, devices; for every op who serves it, why the rest do not, and whether it is right."""
 
 from __future__ import annotations
 
@@ -6,41 +6,62 @@ import importlib
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from zoo_kernels.attention.call import AttentionCall
-from zoo_kernels.backend import explain
-from zoo_kernels.delta.call import DeltaCall
+from zoo_kernels.accuracy import limit, relative_error
+from zoo_kernels.attention import attention
+from zoo_kernels.backend import explain, observe
+from zoo_kernels.conv import short_conv
+from zoo_kernels.delta import delta_rule
+from zoo_layers.conformance import REFERENCE
 from zoo_layers.mixer import broken, registered
 
 # Packages that change what is possible here, and what for. Those marked optional may be absent.
 PACKAGES = {
     "torch": "everything",
-    "triton": "fused kernels (optional: the PyTorch backends serve without it)",
+    "triton": "compiles kernels for GPUs (optional: the PyTorch backends serve without it)",
     "lightning": "fit, validate, test, predict",
     "tokenizers": "tokenizers other than bytes (optional)",
     "flash_attn": "attention (optional; no backend here uses it yet)",
 }
+C_COMPILERS = ("cc", "gcc", "clang")
+# Longer than a chunk of the delta rule and than the window, and a multiple of neither, so that every path is taken.
+TOKENS, WINDOW = 150, 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report: ``kind`` groups lines, ``name`` is what it is about, ``state`` the finding."""
+    """One line of the report.
+
+    Attributes:
+        kind: groups lines.
+        name: what the line is about.
+        state: the finding.
+        fault: what is installed gives wrong results or none, so that nobody should train here before it is repaired. What is
+            merely absent is no fault.
+    """
 
     kind: str
     name: str
     state: str
+    fault: bool = False
 
 
 def examine() -> list[Row]:
     """Look at everything, by trying it; nothing found here raises."""
-    return [*_packages(), *_devices(), *_ops(), *_mixers()]
+    return [*_packages(), *_compilers(), *_devices(), *_ops(), *_mixers()]
 
 
+# -------------------------------------------------------------------------------------------------------- what there is
 def _packages() -> Iterator[Row]:
     yield Row("package", "python", platform.python_version())
     for name, purpose in PACKAGES.items():
@@ -54,11 +75,35 @@ def probe(name: str) -> str:
             return "not installed"
         importlib.import_module(name)
     except Exception as error:  # a broken wheel may raise anything; the report must go on
-        return f"installed, but does not import ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+        return f"installed, but does not import ({_in_short(error)})"
     try:
         return version(name.replace("_", "-"))
     except PackageNotFoundError:
         return "importable, version unknown"
+
+
+def _compilers() -> Iterator[Row]:
+    yield Row("compiler", "triton", _triton())
+    named = (os.environ.get("CC"), *C_COMPILERS)
+    found = next((path for name in named if name and (path := shutil.which(name))), None)
+    yield Row("compiler", "C", found or "none found (CC, cc, gcc, clang); Triton and torch.compile need one")
+
+
+def _triton() -> str:
+    """What Triton compiles for, what of that is here, and with which assembler."""
+    try:
+        from triton import knobs
+        from triton.backends import backends
+
+        active = [name for name, found in backends.items() if found.driver.is_active()]
+        return (
+            f"for {' and '.join(sorted(backends))}; active here: {', '.join(active) or 'none, without a GPU'}; "
+            f"ptxas {knobs.nvidia.ptxas.version}"
+        )
+    except ModuleNotFoundError as error:
+        return "none" if error.name == "triton" else f"unknown ({_in_short(error)})"
+    except Exception as error:  # another release may keep these facts elsewhere, and a broken one may raise anything
+        return f"unknown ({_in_short(error)})"
 
 
 def _devices() -> Iterator[Row]:
@@ -66,7 +111,8 @@ def _devices() -> Iterator[Row]:
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         yield Row("device", "cuda", f"no device can be used; PyTorch is {built}")
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        return
+    for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield Row(
             "device",
@@ -76,35 +122,125 @@ def _devices() -> Iterator[Row]:
         )
 
 
-def _ops() -> Iterator[Row]:
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    for device in devices:
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        shown = f"{device}, {str(dtype).removeprefix('torch.')}"
-        for name, state in explain("delta_rule", _delta_call(device, dtype)):
-            yield Row("delta_rule", f"{name} ({shown})", state)
-        for window in (None, 2048):
-            span = "full" if window is None else f"window {window}"
-            for name, state in explain("attention", _attention_call(device, dtype, window)):
-                yield Row("attention", f"{name} ({shown}, {span})", state)
-
-
-def _delta_call(device: str, dtype: torch.dtype) -> DeltaCall:
-    """A gated delta rule as a model of ordinary size would ask for."""
-    q, k, v = torch.zeros(3, 1, 256, 4, 128, device=device, dtype=dtype).unbind(0)
-    gates = torch.zeros(2, 1, 256, 4, device=device)
-    return DeltaCall(
-        q=q, k=k, v=v, log_decay=gates[0], beta=gates[1], initial_state=None, packing=None, scale=1.0, chunk=None
-    )
-
-
-def _attention_call(device: str, dtype: torch.dtype, window: int | None) -> AttentionCall:
-    """One row of 4096 tokens: longer than the window, so that the window counts."""
-    q, k, v = torch.zeros(3, 1, 4096, 4, 128, device=device, dtype=dtype).unbind(0)
-    return AttentionCall(q=q, k=k, v=v, window=window, packing=None, scale=1.0)
-
-
 def _mixers() -> Iterator[Row]:
-    yield Row("mixers", "registered", " ".join(registered()))
+    try:
+        yield Row("mixers", "registered", " ".join(registered()))
+    except ValueError as error:  # two packages claim one name
+        yield Row("mixers", "registered", _in_short(error), fault=True)
+        return
     for name, reason in broken().items():
         yield Row("mixers", name, f"a plug-in that does not load: {reason}")
+
+
+# ----------------------------------------------------------------------------------------------------- whether it is right
+@dataclass(frozen=True)
+class Trial:
+    """An op on a few tokens: who serves it, and whether the one who does gives what the op's reference gives.
+
+    Attributes:
+        op: its name in the table of backends.
+        name: what sets this trial of the op apart from others.
+        operands: draws them in float64 from a generator, under the names of the op's parameters.
+        run: (operands, backend) -> outputs, under the names of :mod:`zoo_kernels.accuracy`.
+    """
+
+    op: str
+    name: str
+    operands: Callable[[torch.Generator], dict[str, Tensor]]
+    run: Callable[[dict[str, Tensor], str | None], dict[str, Tensor]]
+
+
+def _ops() -> Iterator[Row]:
+    dtypes = {"cpu": torch.float32, **({"cuda": torch.bfloat16} if torch.cuda.is_available() else {})}
+    for device, dtype in dtypes.items():
+        for trial in TRIALS:
+            yield from examine_op(trial, device, dtype)
+
+
+def examine_op(trial: Trial, device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """Who serves a call of the trial's op, and how far its outputs and gradients are from the truth."""
+    where = ", ".join(filter(None, (device, str(dtype).removeprefix("torch."), trial.name)))
+    seen: list[tuple[str, Any, str]] = []
+    rows: list[Row] = []
+    try:
+        with observe(lambda *choice: seen.append(choice)):
+            errors = _errors(trial, device, dtype)
+    except Exception as error:  # a driver, a compiler or a kernel may fail in any way
+        verdict, right = f"FAILS: {_in_short(error)}", False
+    else:
+        worst = max(errors, key=lambda quantity: errors[quantity] / limit(quantity, dtype))
+        figures = f"{worst} is off by {errors[worst]:.1e}, {limit(worst, dtype):.0e} is allowed"
+        right = errors[worst] <= limit(worst, dtype)
+        verdict = f"holds; worst of {len(errors)} results: {figures}" if right else f"WRONG: {figures}"
+    if seen:
+        op, call, _ = seen[0]
+        rows += [Row(op, f"{name} ({where})", state) for name, state in explain(op, call)]
+    yield from rows
+    yield Row(trial.op, f"self-test ({where})", verdict, fault=not right)
+
+
+def _errors(trial: Trial, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """The relative error of every output and gradient of the chosen backend, by name; the truth is the CPU's, in float64."""
+    drawn = trial.operands(torch.Generator().manual_seed(0))
+    gates = {"log_decay", "beta"}  # fp32 in every precision, as the layers give them
+    given = {
+        n: x.to(device, torch.promote_types(dtype, torch.float32) if n in gates else dtype) for n, x in drawn.items()
+    }
+    got = _results(trial, given, None)
+    exact = _results(trial, {name: x.cpu().double() for name, x in given.items()}, REFERENCE[trial.op])
+    return {name: relative_error(got[name], exact[name]) for name in exact}
+
+
+def _results(trial: Trial, operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    """Outputs, and the gradient of their sum of squares by each operand."""
+    leaves = {name: x.clone().requires_grad_() for name, x in operands.items()}
+    outputs = trial.run(leaves, backend)
+    # Half of y's square has the gradient y: nothing else must be drawn, or rounded twice.
+    gradients = torch.autograd.grad(
+        list(outputs.values()), list(leaves.values()), [y.detach() for y in outputs.values()]
+    )
+    return {**outputs, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients)}}
+
+
+def _delta_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    q, k, v = torch.randn(3, 1, TOKENS, 2, 64, generator=draw, dtype=torch.float64).unbind(0)
+    beta, fade = torch.rand(2, 1, TOKENS, 2, generator=draw, dtype=torch.float64).unbind(0)
+    return {"q": F.normalize(q, dim=-1), "k": F.normalize(k, dim=-1), "v": v, "log_decay": -fade, "beta": beta}
+
+
+def _delta(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    y, last_state = delta_rule(**operands, backend=backend)
+    return {"y": y, "last_state": last_state}
+
+
+def _attention_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    q, k, v = torch.randn(3, 1, TOKENS, 4, 64, generator=draw, dtype=torch.float64).unbind(0)
+    return {"q": q, "k": k[:, :, :2], "v": v[:, :, :2]}
+
+
+def _attention(operands: dict[str, Tensor], backend: str | None, window: int | None) -> dict[str, Tensor]:
+    return {"y": attention(**operands, window=window, backend=backend)}
+
+
+def _conv_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    x = torch.randn(1, TOKENS, 64, generator=draw, dtype=torch.float64)
+    return {"x": x, "weight": torch.randn(64, 4, generator=draw, dtype=torch.float64) / 2}
+
+
+def _conv(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    y, last_state = short_conv(**operands, activation="silu", backend=backend)
+    return {"y": y, "last_state": last_state}
+
+
+TRIALS = (
+    Trial("delta_rule", "", _delta_operands, _delta),
+    Trial("attention", "full", _attention_operands, partial(_attention, window=None)),
+    Trial("attention", f"window {WINDOW}", _attention_operands, partial(_attention, window=WINDOW)),
+    Trial("short_conv", "", _conv_operands, _conv),
+)
+
+
+def _in_short(error: Exception) -> str:
+    """The kind of an error and its first line."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__

@@ -55,10 +55,11 @@ def refuse_to_overwrite(folder: Path, resumed: str | None) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """All logged rows of a run, by step, over its interruptions.
+    """All logged rows of a run's training, by step, over its interruptions.
 
     A run that went on wrote a second file. Where both hold a step, the later file counts: its beginning is the checkpoint that
-    it went on from, and what the earlier one logged behind that is lost work.
+    it went on from, and what the earlier one logged behind that is lost work. What ``zoo validate`` and ``zoo test`` logged
+    stands in files of its own, at step 0 whatever the checkpoint, and is left out.
 
     Args:
         folder: the run's folder, with ``logs/version_N/metrics.csv`` inside.
@@ -73,7 +74,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     for path in versions:
         with path.open(newline="", encoding="utf-8") as file:
             read = [{k: float(v) for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(file)]
-        if not read:
+        if not any("train/loss" in row or int(row["step"]) > 0 for row in read):
             continue
         first = min(int(row["step"]) for row in read)
         rows = {step: row for step, row in rows.items() if step < first}

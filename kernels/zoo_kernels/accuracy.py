@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-# Relative errors, by kind of quantity and by the dtype of the inputs. The truth is float64 on inputs already rounded to that
-# dtype. The half-precision column holds for random keys and (beta <= 1 or log_decay <= -0.1).
+# Relative errors, by kind of quantity and by the dtype of the inputs. The truth is float64 on inputs already rounded to
+# that dtype. The half-precision column holds for random keys and (beta <= 1 or log_decay <= -0.1).
 LIMITS: dict[str, dict[torch.dtype, float]] = {
     # What leaves the forward: rounded once more on the way out.
     "forward": {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5, torch.float64: 1e-10},
@@ -32,8 +32,8 @@ def limit(quantity: str, dtype: torch.dtype) -> float:
     """The largest :func:`relative_error` that a quantity may show.
 
     Args:
-        quantity: a name of ``KINDS``: "y", "last_state", "step" (decoding against the whole), "dq", "dk", "dv", "dx", "dweight",
-            "dbias", "dinitial_state", "dbeta", "dlog_decay", "layer" (the output of a whole mixer).
+        quantity: a name of ``KINDS``: "y", "last_state", "step" (decoding against the whole), "dq", "dk", "dv", "dx",
+            "dweight", "dbias", "dinitial_state", "dbeta", "dlog_decay", "layer" (the output of a whole mixer).
         dtype: the dtype of the inputs.
 
     Raises:
@@ -50,14 +50,17 @@ def limit(quantity: str, dtype: torch.dtype) -> float:
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """rms(got - expected) / rms(expected), in float64.
 
-    Never NaN: where either tensor holds a NaN or an infinity that the other does not match, the error is infinite. A reference
-    of zeros asks for zeros: then the error is 0 if ``got`` is zero too, and infinite otherwise. Two empty tensors agree.
+    Never NaN: where a tensor holds a NaN, or an infinity that the other does not match, the error is infinite. A
+    reference of zeros asks for zeros: the error is 0 if ``got`` is zero too, and infinite otherwise. Two empty tensors
+    agree.
 
     Raises:
         ValueError: different shapes, which would broadcast.
     """
     if got.shape != expected.shape:
-        raise ValueError(f"accuracy: {list(got.shape)} cannot be compared with {list(expected.shape)}; give both one shape")
+        raise ValueError(
+            f"accuracy: {list(got.shape)} cannot be compared with {list(expected.shape)}; give both one shape"
+        )
     got, expected = (tensor.detach().to("cpu", torch.float64) for tensor in (got, expected))
     difference = torch.where(got == expected, 0.0, got - expected)  # equal infinities agree
     size = torch.where(expected.isinf(), 0.0, expected).norm().item()

@@ -156,8 +156,11 @@ class _Taps(torch.autograd.Function):
             y = wide[:, :tokens] * taps[0]
         else:
             y = torch.addcmul(bias.to(wide.dtype), wide[:, :tokens], taps[0])
+        # In place where that is safe: under torch.compile, torch 2.11 gives a Function zero gradients if its output was made
+        # by addcmul_.
+        add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
         for i in range(1, len(taps)):
-            y.addcmul_(wide[:, i : i + tokens], taps[i])
+            y = add(y, wide[:, i : i + tokens], taps[i])
         if rows is not None:
             y = y.index_select(1, rows)
         before_silu = y.to(x.dtype) if silu else None

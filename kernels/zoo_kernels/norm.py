@@ -167,7 +167,7 @@ class _Normalise(torch.autograd.Function):
         ctx.save_for_backward(x, weight, inverse)
         ctx.factor = factor
         y = x * inverse
-        return y if weight is None else y.mul_(weight)
+        return y if weight is None else y * weight
 
     @staticmethod
     @once_differentiable

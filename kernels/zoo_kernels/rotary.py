@@ -68,7 +68,8 @@ class _Turn(torch.autograd.Function):
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     turned = cos.shape[-1]
     head = x[..., :turned]
-    y = (head * cos).addcmul_(head.roll(turned // 2, dims=-1), sin, value=sign)
+    # Not in place: under torch.compile, torch 2.11 gives a Function zero gradients if its output was made by addcmul_.
+    y = torch.addcmul(head * cos, head.roll(turned // 2, dims=-1), sin, value=sign)
     return y if turned == x.shape[-1] else torch.cat([y, x[..., turned:]], dim=-1)
 
 

@@ -53,7 +53,8 @@ def check(row, inputs):
     expected = row[1](*exact)
     assert y.dtype == dtype
     assert relative_error(y, expected) < limit("y", dtype)
-    dy = torch.randn_like(y)
+    # A row of zeros multiplies by 1 / sqrt(eps) = 1000: small upstream gradients keep the true ones within fp16.
+    dy = torch.randn_like(y) * (0.03 if dtype == torch.float16 else 1.0)
     got = torch.autograd.grad(y, inputs, dy)
     for one, other in zip(got, torch.autograd.grad(expected, exact, dy.double())):
         # Rows of zeros have gradients up to 1 / sqrt(eps), beside which all others vanish: judge row by row.

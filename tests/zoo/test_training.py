@@ -106,6 +106,7 @@ def test_validate_test_and_predict_read_the_checkpoint(zoo, tmp_path):
     zoo("validate", "--ckpt_path", "last")
     zoo("test", "--ckpt_path", "last")
     zoo("predict", "--ckpt_path", "last")
+    assert read_metrics(tmp_path / "run") == logged  # evaluating a run afterwards hides nothing of its training
     with (tmp_path / "run" / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert logged

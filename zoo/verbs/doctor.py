@@ -12,13 +12,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line a finding."""
+    """Print one line a finding. Exits with 1 if something here gives wrong results."""
     from zoo.doctor import examine
 
+    rows = examine()
+    width = max(len(row.name) for row in rows)
     kind = ""
-    for row in examine():
+    for row in rows:
         if row.kind != kind:
             print(row.kind)
             kind = row.kind
-        print(f"  {row.name:36s}  {row.state}")
-    return 0
+        print(f"  {row.name:{width}s}  {row.state}")
+    faults = [row for row in rows if row.fault]
+    if faults:
+        print(f"\n{len(faults)} of these must be repaired before anything is trained here.")
+    return 1 if faults else 0

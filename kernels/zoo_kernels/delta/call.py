@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,10 +49,12 @@ class DeltaCall:
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
     def gates(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """log_decay [B, T, HV, K or 1], beta [B, T, HV, 1] and the first state [N, HV, K, V], each in the compute dtype."""
+        """log_decay [B, T, HV, K or 1], beta [B, T, HV, 1] and the first state [N, HV, K, V], in the compute dtype."""
         log_decay, beta, state = self.log_decay, self.beta, self.initial_state
         if log_decay is not None:
-            log_decay = log_decay.to(self.compute_dtype)  # before it is spread, so that its gradient is summed in this dtype
+            log_decay = log_decay.to(
+                self.compute_dtype
+            )  # before it is spread, so that its gradient is summed in this dtype
             if log_decay.dim() < 4:
                 log_decay = log_decay.expand(self.v.shape[:3]).unsqueeze(-1)
         if beta is not None:
@@ -59,3 +62,10 @@ class DeltaCall:
         if state is None:
             state = torch.zeros(self.state_shape, dtype=self.compute_dtype, device=self.v.device)
         return log_decay, beta, state
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, products keep the dtype of their operands."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -1,8 +1,9 @@
 """Inside one chunk: running decays, the scores of tokens with earlier tokens, and their gradients.
 
-Letters of shapes: G stands for [rows, heads], one chunk of one key head; R value heads of the group, C tokens of the chunk, K.
-Every decay is built from the factors of its own span: no two running sums are subtracted. So no exponent is ever positive, nothing
-overflows, -inf is a plain reset, and a strong decay early in the chunk costs later tokens no digits.
+Letters of shapes: G stands for [rows, heads], one chunk of one key head; R value heads of the group; C tokens of the
+chunk; K. Every decay is built from the factors of its own span: no two running sums are subtracted. So no exponent is
+ever positive, nothing overflows, -inf is a plain reset, and a strong decay early in the chunk costs later tokens no
+digits.
 """
 
 from __future__ import annotations
@@ -20,30 +21,41 @@ class HeadDecay:
         keep: [G, R], what the state keeps over the whole chunk.
     """
 
-    def __init__(self, log_decay: Tensor | None, chunk: int, like: Tensor):
+    def __init__(self, log_decay: Tensor | None, *, like: Tensor, chunk: int):
         self.entering = self.leaving = self.keep = None
         if log_decay is None:
-            self.between = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril()
+            self.between = torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril_()
             return
-        steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk).tril(-1)  # [.., i, j]: the log decay of i, where i > j
-        self.between = steps.cumsum(-2).exp_().tril_()  # [G, R, C, C]: the decay from j, exclusive, to i
+        steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk).tril(-1)  # [.., i, j]: that of i, where i > j
+        self.between = steps.cumsum(-2).exp_().tril_()  # [G, R, C, C], the decay from after j to i
         self.entering = log_decay.cumsum(-1).exp_()
         self.leaving = self.between[..., -1, :]
         self.keep = self.entering[..., -1]
 
     def scores(self, q: Tensor, k: Tensor, *, erases: bool) -> tuple[Tensor, Tensor | None]:
-        """Decayed products [G, R, C, C], zero above the diagonal: query with key, and key with key where ``erases``."""
+        """Decayed products [G, R, C, C], zero above the diagonal: of queries with keys, and of keys with keys.
+
+        Args:
+            q, k: [G, C, K].
+            erases: False: the second is not wanted, and None.
+        """
         by_query = (q @ k.mT).unsqueeze(2) * self.between
         return by_query, (k @ k.mT).unsqueeze(2) * self.between if erases else None
 
     def scores_backward(
         self, q: Tensor, k: Tensor, by_query: Tensor, by_key: Tensor | None, d_by_query: Tensor, d_by_key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of :meth:`scores`, of whose entries above the diagonal (for ``by_key``: on it, too) nothing is read.
+        """Gradients of :meth:`scores`.
+
+        Args:
+            by_query, by_key: the scores.
+            d_by_query: [G, R, C, C]; what is above the diagonal is not read.
+            d_by_key: the same; nor is the diagonal.
 
         Returns:
-            dq, dk [G, C, K], summed over R; and [G, R, C], rows less columns of score times gradient: what each token adds to the
-            gradients of the log decays up to its own. The diagonal is left out, since it does not decay. None without decay.
+            dq, dk: [G, C, K], summed over R.
+            crossing: [G, R, C], score times gradient, rows less columns: what each token owes to the decays up to its
+                own. The diagonal is left out, as it does not decay. None without decay.
         """
         crossing = None
         if self.keep is not None:
@@ -60,32 +72,40 @@ class HeadDecay:
         return dq, dk, crossing
 
     def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
-        """dlog_decay [G, R, C] from what later reads, earlier writes [G, R, C] and the state [G, R] owe to each token's decay."""
-        if self.keep is not None:
-            kept = self.keep * kept
+        """dlog_decay [G, R, C].
+
+        Args:
+            crossing: [G, R, C], of the scores and of reading the state that enters.
+            written: [G, R, C], of what a token writes to the state that leaves: it owes to the decays after its own.
+            kept: [G, R], of the state that passes through, before its decay.
+        """
         C = crossing.shape[-1]
-        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).tril()
-        return crossing @ later + written @ (1 - later) + kept.unsqueeze(-1)
+        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).tril_()
+        through = kept if self.keep is None else self.keep * kept
+        return crossing @ later + written @ (1 - later) + through.unsqueeze(-1)
 
 
 class ChannelDecay:
     """One decay per token, value head and channel of the key; R is 1.
 
-    The decay between two tokens sits inside their product, so the lower triangle is split into squares, each between the two halves
-    of a block of 2, 4, .. C tokens: keys of the left half decay to its end, queries and keys of the right half from its start.
+    The decay between two tokens sits inside their product. So the lower triangle is split into squares, each between
+    the two halves of a block of 2, 4, .. C tokens: keys of the left half decay to its end, queries and keys of the
+    right half from its start.
 
     Attributes:
         entering, leaving: [G, C, K]; keep: [G, K]; as in :class:`HeadDecay`.
+        halves: for each size of a half: the size, the left decays to the end, the right ones from the start, both
+            [G, C / (2 * half), half, K].
     """
 
     def __init__(self, log_decay: Tensor):
-        factor = log_decay.exp()
-        C = factor.shape[-2]
-        from_start, to_end = factor, torch.ones_like(factor)  # inside blocks of `half` tokens; to_end leaves out the token itself
-        self.halves: list[tuple[int, Tensor, Tensor]] = []  # (half, left's decay to its end, right's decay from its start)
+        C = log_decay.shape[-2]
+        from_start = log_decay.exp()  # inside blocks of `half` tokens
+        to_end = torch.ones_like(from_start)  # leaves out the token's own
+        self.halves: list[tuple[int, Tensor, Tensor]] = []
         half = 1
         while half < C:
-            left_start, right_start = from_start.unflatten(-2, (-1, 2, half)).unbind(-3)  # each [G, C / (2 half), half, K]
+            left_start, right_start = from_start.unflatten(-2, (-1, 2, half)).unbind(-3)
             left_end, right_end = to_end.unflatten(-2, (-1, 2, half)).unbind(-3)
             self.halves.append((half, left_end, right_start))
             from_start = torch.stack([left_start, right_start * left_start[..., -1:, :]], -3).flatten(-4, -2)
@@ -94,9 +114,8 @@ class ChannelDecay:
         self.entering, self.leaving, self.keep = from_start, to_end, from_start[..., -1, :]
 
     def scores(self, q: Tensor, k: Tensor, *, erases: bool) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`HeadDecay.scores`; the diagonal of key with key stays zero, as nothing reads it."""
-        C = q.shape[-2]
-        by_query = q.new_zeros(*q.shape[:-1], C)
+        """As :meth:`HeadDecay.scores`; the diagonal of keys with keys is left zero, as nothing reads it."""
+        by_query = q.new_zeros(*q.shape[:-1], q.shape[-2])
         by_query.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
         by_key = torch.zeros_like(by_query) if erases else None
         for half, to_end, from_start in self.halves:
@@ -109,7 +128,7 @@ class ChannelDecay:
     def scores_backward(
         self, q: Tensor, k: Tensor, by_query: Tensor, by_key: Tensor | None, d_by_query: Tensor, d_by_key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`HeadDecay.scores_backward`; the last tensor is [G, C, K]. The scores themselves are not needed."""
+        """As :meth:`HeadDecay.scores_backward`; ``crossing`` is [G, C, K]."""
         d_by_query = d_by_query.squeeze(2)
         dq, read, written = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
         for half, to_end, from_start in self.halves:
@@ -129,16 +148,16 @@ class ChannelDecay:
     def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
         """dlog_decay [G, C, K]; as :meth:`HeadDecay.gradient`, with ``kept`` [G, K]."""
         C = crossing.shape[-2]
-        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).triu()
-        return later @ crossing + (1 - later) @ written + kept.unsqueeze(-2)
+        later = torch.ones(C, C, dtype=crossing.dtype, device=crossing.device).triu_()
+        return later @ crossing + (1 - later) @ written + (self.keep * kept).unsqueeze(-2)
 
 
 def _half(x: Tensor, half: int, side: int) -> Tensor:
-    """View of the left (0) or right (1) halves of all blocks of 2 * half tokens: [G, C, K] -> [G, blocks, half, K]."""
+    """View of the left (0) or right (1) halves of all blocks: [G, C, K] -> [G, C / (2 * half), half, K]."""
     return x.unflatten(-2, (-1, 2, half)).select(-3, side)
 
 
 def _square(scores: Tensor, half: int) -> Tensor:
-    """View of the scores of right halves with their left halves: [G, C, C] -> [G, blocks, half, half]."""
+    """View of the scores of right halves with their left halves: [G, C, C] -> [G, C / (2 * half), half, half]."""
     split = scores.unflatten(-1, (-1, 2, half)).select(-2, 0).unflatten(-3, (-1, 2, half)).select(-4, 1)
     return split.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

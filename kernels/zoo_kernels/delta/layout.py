@@ -1,14 +1,15 @@
 """Where tokens lie while they are worked on in chunks: [B, T, heads, X] in, [rows, heads, chunk, X] inside, and back.
 
-A row is one chunk of one sequence. Rows are sorted by the place of the chunk in its sequence, then by the length of the sequence,
-longest first: so the rows that the carry handles in one step lie together, and a step holds every sequence that still has a chunk.
-Work is done span by span, a span being a few steps, so that what is alive at a time does not grow with T.
+A row is one chunk of one sequence. Rows are sorted by the place of the chunk in its sequence, then by the length of the
+sequence, longest first: so the rows that the carry handles in one step lie together, and a step holds every sequence
+that still has a chunk. Work is done span by span, a span being a few steps, so that what is alive at a time does not
+grow with T.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -91,15 +92,20 @@ class Span:
         return slice(self.layout.rows_before[self.first], self.layout.rows_before[self.stop])
 
     @property
+    def count(self) -> int:
+        """How many rows it has."""
+        return self.rows.stop - self.rows.start
+
+    @property
     def steps(self) -> list[int]:
         """The number of rows of each step; never rising."""
         before = self.layout.rows_before[self.first : self.stop + 1]
-        return [b - a for a, b in zip(before, before[1:])]
+        return [b - a for a, b in pairwise(before)]
 
     def load(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, heads, X] -> [rows, heads, chunk, X], contiguous, zeros where a chunk has no token."""
         layout, heads, X = self.layout, *x.shape[2:]
-        rows = self.rows.stop - self.rows.start
+        rows = self.count
         if layout.packed is not None:
             token, place = self._tables(layout.packed)
             flat = torch.zeros(rows * layout.chunk, heads, X, dtype=dtype, device=x.device)
@@ -188,13 +194,17 @@ class Heads:
 
     def store_state(self, layout: Layout, state: Tensor) -> Tensor:
         """Undo :meth:`load_state`."""
-        state = state.unflatten(0, (layout.sequences, self.count)).unflatten(-1, (self.R, -1)).transpose(2, 3).flatten(1, 2)
+        state = (
+            state.unflatten(0, (layout.sequences, self.count)).unflatten(-1, (self.R, -1)).transpose(2, 3).flatten(1, 2)
+        )
         return layout.by_number(state).contiguous()
 
 
 def dense(batch: int, tokens: int, chunk: int) -> Layout:
     """Every row of the batch is one sequence of ``tokens``."""
-    return Layout(batch, batch, tokens, chunk, rows_before=tuple(batch * step for step in range(-(-tokens // chunk) + 1)))
+    return Layout(
+        batch, batch, tokens, chunk, rows_before=tuple(batch * step for step in range(-(-tokens // chunk) + 1))
+    )
 
 
 # All layers of a model share one Packing, so its tables are built once per batch and go when it goes.

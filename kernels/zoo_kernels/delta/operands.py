@@ -11,44 +11,58 @@ from torch import Tensor
 from zoo_kernels.delta.intra import ChannelDecay, HeadDecay
 from zoo_kernels.delta.layout import Heads, Span
 
-# Stands for beta = 0, so that dbeta = e . z / beta holds there too; what it writes is far below the rounding of any state.
+# Stands for beta = 0, so that dbeta = e . z / beta holds there too; it writes far less than a state is rounded by.
 LEAST_BETA = 2.0**-60
+
+
+@dataclass(frozen=True)
+class Erasing:
+    """What beta adds.
+
+    Attributes:
+        beta: [G, C, 1].
+        by_key: [G, 1, C, C], the scores of keys with earlier keys.
+        solve: [G, C, C], A = (I + stril(by_key) diag(beta))^-1.
+        recalling: [G, C, K], k times the decay since the chunk began.
+    """
+
+    beta: Tensor
+    by_key: Tensor
+    solve: Tensor
+    recalling: Tensor
 
 
 @dataclass(frozen=True)
 class Operands:
     """All that depends on q, k and the gates alone, for all chunks of a span at once.
 
-    The value heads of a group share their queries and keys as long as neither beta nor a decay by channel tells them apart; then
-    decays multiply values. Else each value head has its own, and decays multiply queries and keys. In shapes, G stands for
-    [rows, heads], a state is [G, K, R * V], and values are [G, C, R * V].
+    The value heads of a group share their queries and keys as long as neither beta nor a decay by channel tells them
+    apart; then decays multiply values. Else each value head has its own, and decays multiply queries and keys. In
+    shapes, G stands for [rows, heads], a state is [G, K, R * V], and values are [G, C, R * V].
 
     Attributes:
-        q, k: [G, C, K]; q is scaled.
-        beta: [G, C, 1].
-        by_query, by_key: [G, R, C, C], the scores of intra.py. The second, like ``beta`` and ``solve``, only with beta.
-        solve: [G, C, C], A = (I + stril(by_key) diag(beta))^-1.
-        reading, recalling: [G, C, K], q and k, with the decay since the chunk began where heads are apart.
+        q, k: [G, C, K]; q times ``scale``.
+        by_query: [G, R, C, C], the scores of queries with keys up to their own.
+        reading: [G, C, K], q, with the decay since the chunk began where heads are apart.
         writing: [G, C, K], k, with the decay until the chunk ends where heads are apart.
-        entering, leaving: those two decays, shaped for queries and keys where heads are apart, for values where they are shared.
-        keep: [G, 1 or K, 1 or R * V], what the state keeps over a chunk.
+        entering, leaving: those two decays, shaped for keys where heads are apart, for values where they are shared.
+        keep: [G, 1 or K, 1 or R * V], what the state keeps over a chunk. These three: None without decay.
+        erasing: None without beta.
     """
 
     span: Span
     heads: Heads
+    scale: float
     q: Tensor
     k: Tensor
-    beta: Tensor | None
     decay: HeadDecay | ChannelDecay
     by_query: Tensor
-    by_key: Tensor | None
-    solve: Tensor | None
     reading: Tensor
-    recalling: Tensor
     writing: Tensor
     entering: Tensor | None
     leaving: Tensor | None
     keep: Tensor | None
+    erasing: Erasing | None
 
     @classmethod
     def of(
@@ -59,59 +73,62 @@ class Operands:
         k: Tensor,
         log_decay: Tensor | None,
         beta: Tensor | None,
+        *,
         scale: float,
         value_size: int,
         dtype: torch.dtype,
     ) -> Operands:
-        """Load q, k [B, T, H, K], log_decay [B, T, HV, K or 1] and beta [B, T, HV, 1] in ``dtype`` and do what can be done ahead."""
-        R = heads.R
+        """Load the inputs in ``dtype`` and do what can be done ahead.
+
+        Args:
+            q, k: [B, T, H, K].
+            log_decay: [B, T, HV, K or 1] or None.
+            beta: [B, T, HV, 1] or None.
+            scale: what multiplies q.
+            value_size: V.
+        """
         q, k = heads.load_keys(span, q, dtype).mul_(scale), heads.load_keys(span, k, dtype)
         gate = None if log_decay is None else span.load(log_decay, dtype)  # [rows, HV, C, K or 1]
-        if gate is not None and gate.shape[-1] > 1:
-            decay: HeadDecay | ChannelDecay = ChannelDecay(gate)
-        else:
-            decay = HeadDecay(None if gate is None else gate.squeeze(-1).unflatten(1, (-1, R)), span.layout.chunk, like=k)
+        decay = _decay(gate, heads, like=k, chunk=span.layout.chunk)
         by_query, by_key = decay.scores(q, k, erases=beta is not None)
-        solve = None
+        reading, writing, entering, leaving, keep = q, k, decay.entering, decay.leaving, decay.keep
+        if entering is not None and leaving is not None and keep is not None:
+            if heads.R > 1:  # [G, R, C] -> [G, C, R, 1]
+                entering, leaving = entering.mT.unsqueeze(-1), leaving.mT.unsqueeze(-1)
+                keep = keep.repeat_interleave(value_size, -1).unsqueeze(-2)
+            else:
+                if isinstance(decay, HeadDecay):  # [G, 1, C] -> [G, C, 1]
+                    entering, leaving = entering.mT, leaving.mT
+                keep = keep.unsqueeze(-1)
+                reading, writing = q * entering, k * leaving
+        erasing = None
         if beta is not None and by_key is not None:
             beta = span.load(beta, dtype).clamp_(min=LEAST_BETA)
             solve = _inverse(by_key.squeeze(2) * beta.mT)
-        reading, recalling, writing, entering, leaving, keep = q, k, k, decay.entering, decay.leaving, decay.keep
-        if entering is not None and leaving is not None and keep is not None:
-            if isinstance(decay, ChannelDecay):
-                keep = keep.unsqueeze(-1)
-            elif R == 1:
-                entering, leaving, keep = entering.mT, leaving.mT, keep.unsqueeze(-1)
-            else:
-                entering, leaving = entering.mT.unsqueeze(-1), leaving.mT.unsqueeze(-1)
-                keep = keep.repeat_interleave(value_size, -1).unsqueeze(-2)
-            if R == 1:
-                reading, writing = q * entering, k * leaving
-                recalling = k if beta is None else k * entering
+            erasing = Erasing(beta, by_key, solve, recalling=k if entering is None else k * entering)
         return cls(
             span=span,
             heads=heads,
+            scale=scale,
             q=q,
             k=k,
-            beta=beta,
             decay=decay,
             by_query=by_query,
-            by_key=by_key,
-            solve=solve,
             reading=reading,
-            recalling=recalling,
             writing=writing,
             entering=entering,
             leaving=leaving,
             keep=keep,
+            erasing=erasing,
         )
 
-    def by_step(self, x: Tensor | None) -> Sequence[Tensor] | Sequence[None]:
+    def by_step(self, x: Tensor) -> Sequence[Tensor]:
         """Views of [rows, heads, ...], one [rows * heads, ...] for each step of the carry."""
-        steps = self.span.steps
-        if x is None:
-            return [None] * len(steps)
-        return x.flatten(0, 1).split([rows * self.heads.count for rows in steps])
+        return x.flatten(0, 1).split([rows * self.heads.count for rows in self.span.steps])
+
+    def kept_by_step(self) -> Sequence[Tensor] | Sequence[None]:
+        """``keep``, step by step."""
+        return [None] * len(self.span.steps) if self.keep is None else self.by_step(self.keep)
 
     def by_values(self, scores: Tensor, values: Tensor) -> Tensor:
         """scores [G, R, C, C] @ values [G, C, R * V], value head by value head."""
@@ -143,18 +160,25 @@ class Operands:
 
         Args:
             crossing: from ``decay.scores_backward``.
-            read, wrote: reads of the state that enters, and writes to the one that leaves, each times its gradient: [G, C, K]
-                where heads are apart, [G, C, R * V] where they are shared.
+            read: reads of the state that enters, times their gradient: [G, C, K] where heads are apart, [G, C, R * V]
+                where they are shared.
+            wrote: the same for writes to the state that leaves.
             kept: [G, K, R * V], the state that enters times the gradient of the one that leaves.
         """
         if isinstance(self.decay, ChannelDecay):
-            return self.decay.gradient(crossing + read, wrote, self.decay.keep * kept.sum(-1))
+            return self.decay.gradient(crossing + read, wrote, kept.sum(-1))
         read, wrote = (x.unflatten(-1, (self.heads.R, -1)).sum(-1).mT for x in (read, wrote))
         kept = kept.unflatten(-1, (self.heads.R, -1)).sum((-3, -1))
         return self.decay.gradient(crossing + read, wrote, kept).flatten(1, 2).unsqueeze(-1)
 
     def _apart(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (self.heads.R, -1)).transpose(2, 3)  # [G, R, C, V]
+
+
+def _decay(gate: Tensor | None, heads: Heads, *, like: Tensor, chunk: int) -> HeadDecay | ChannelDecay:
+    if gate is not None and gate.shape[-1] > 1:
+        return ChannelDecay(gate)
+    return HeadDecay(None if gate is None else gate.squeeze(-1).unflatten(1, (-1, heads.R)), like=like, chunk=chunk)
 
 
 def _inverse(below: Tensor) -> Tensor:

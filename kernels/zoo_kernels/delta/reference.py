@@ -1,6 +1,8 @@
-"""`recurrent`: one token after another in plain PyTorch, the truth all other backends are compared with; and the parallel form."""
+"""`recurrent`: one token after another in plain PyTorch, the truth for all other backends; and the parallel form."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,9 +28,11 @@ class Recurrent:
             y, state = recurrence(q, k, v, log_decay, beta, state, call.scale)
             return y.to(call.v.dtype), state
         ys, states = [], []
-        for n, (start, end) in enumerate(zip(call.packing.offsets, call.packing.offsets[1:])):
-            document = [None if x is None else x[:, start:end] for x in (q, k, v, log_decay, beta)]
-            y, last = recurrence(*document, state[n : n + 1], call.scale)
+        for n, (start, end) in enumerate(pairwise(call.packing.offsets)):
+            at = slice(start, end)
+            forget = None if log_decay is None else log_decay[:, at]
+            erase = None if beta is None else beta[:, at]
+            y, last = recurrence(q[:, at], k[:, at], v[:, at], forget, erase, state[n : n + 1], call.scale)
             ys.append(y)
             states.append(last)
         return torch.cat(ys, 1).to(call.v.dtype), torch.cat(states)
@@ -62,13 +66,20 @@ def recurrence(
             value = betas[t] * (value - key @ state)
         state = state + key.mT @ value
         ys.append(query @ state)
-    if not ys:
-        return torch.zeros_like(v), state
+    if not ys:  # nothing to compute, but every input stays connected
+        inputs = (q, k, log_decay, beta)
+        return sum((x.sum(-1, keepdim=True) for x in inputs if x is not None), v), state
     return torch.stack(ys, 1).squeeze(-2), state
 
 
 def parallel(
-    q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All tokens at once from an empty memory: a third witness, cubic in T and never a backend.
 
@@ -84,23 +95,30 @@ def parallel(
         y [B, T, HV, V] and the last state [B, HV, K, V].
     """
     T, group = q.shape[1], v.shape[2] // q.shape[2]
-    q, k, v = q.repeat_interleave(group, 2).transpose(1, 2), k.repeat_interleave(group, 2).transpose(1, 2), v.transpose(1, 2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if log_decay is None:
-        log_decay = v.new_zeros(())
-    elif log_decay.dim() == 4:
-        log_decay = log_decay.transpose(1, 2)
-    else:
-        log_decay = (log_decay.transpose(1, 2) if log_decay.dim() == 3 else log_decay[:, None]).unsqueeze(-1)
-    running = log_decay.expand(k.shape).cumsum(-2)  # [B, HV, T, K]
-    seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    q, k, v = (x.transpose(1, 2) for x in (q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), v))
+    running = _running(log_decay, like=k)
     difference = running.unsqueeze(-2) - running.unsqueeze(-3)  # [B, HV, T, T, K]
+    seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     decay = difference.masked_fill(~seen.unsqueeze(-1), -torch.inf).exp()
-    read_by_query = scale * torch.einsum("bhik,bhjk,bhijk->bhij", q, k, decay)
+    by_query = scale * torch.einsum("bhik,bhjk,bhijk->bhij", q, k, decay)
     written = v
     if beta is not None:
-        beta = beta.transpose(1, 2).unsqueeze(-1)  # [B, HV, T, 1]
-        read_by_key = torch.einsum("bhik,bhjk,bhijk->bhij", k, k, decay).tril(-1)
-        written = torch.linalg.solve(torch.eye(T, dtype=q.dtype, device=q.device) + beta * read_by_key, beta * v)
+        rows = beta.transpose(1, 2).unsqueeze(-1)  # [B, HV, T, 1]
+        by_key = torch.einsum("bhik,bhjk,bhijk->bhij", k, k, decay).tril(-1)
+        written = torch.linalg.solve(torch.eye(T, dtype=q.dtype, device=q.device) + rows * by_key, rows * v)
     last_state = (k * decay[..., -1, :, :]).mT @ written
-    return (read_by_query @ written).transpose(1, 2), last_state
+    return (by_query @ written).transpose(1, 2), last_state
+
+
+def _running(log_decay: Tensor | None, *, like: Tensor) -> Tensor:
+    """Running sums of the log decay, one per channel: [B, HV, T, K], the shape of ``like``."""
+    if log_decay is None:
+        return torch.zeros_like(like)
+    if log_decay.dim() == 1:
+        log_decay = log_decay.unsqueeze(-1)  # [HV, T = 1]
+    elif log_decay.dim() == 3:
+        log_decay = log_decay.transpose(1, 2)
+    else:
+        return log_decay.transpose(1, 2).cumsum(-2)
+    return log_decay.unsqueeze(-1).expand_as(like).cumsum(-2)
