@@ -1,3 +1,3 @@
-"""Floor 3: from words to a training run. `HybridLM.from_pattern` is the door from Python, `zoo` the one from a shell."""
+"""Floor 3: from words to a training run. From Python, `HybridLM.from_pattern` is the door; from a shell, `zoo`."""
 
 __version__ = "0.1.0"

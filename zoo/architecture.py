@@ -48,13 +48,15 @@ class Architecture:
 
     def build(self, device: torch.device | str | None = None, seed: int | None = None) -> HybridLM:
         """The model, filled unless ``device`` is meta; see :meth:`zoo.model.HybridLM.from_pattern`."""
-        with torch.device(device or "cpu"):
-            model = HybridLM(
-                self.layers, d_model=self.d_model, vocab_size=self.vocab_size, d_ff=self.d_ff, tie=self.tie
-            )
-        if not model.embedding.weight.is_meta:
-            model.reset(seed)
-        return model
+        return HybridLM.from_layers(
+            self.layers,
+            d_model=self.d_model,
+            vocab_size=self.vocab_size,
+            d_ff=self.d_ff,
+            tie=self.tie,
+            seed=seed,
+            device=device,
+        )
 
     def table(self) -> list[dict[str, Any]]:
         """One row a layer in plain types: mixer, every option as resolved, MLP."""
@@ -106,15 +108,18 @@ class Architecture:
             )
         if differing:
             raise UserError(
-                f"the checkpoint holds another model: {'; '.join(differing)}. Give the checkpoint's settings, or train from scratch"
+                f"the checkpoint holds another model: {'; '.join(differing)}. Give the checkpoint's settings, or train "
+                "from scratch"
             )
 
 
 def _first(one: Architecture, other: Architecture) -> str:
+    """Where two models with the same mixers first differ in an option."""
     for number, (a, b) in enumerate(zip(one.table(), other.table()), start=1):
         for name in a["options"]:
-            if a["mixer"] == b["mixer"] and a["options"][name] != b["options"][name]:
-                return f" (layer {number}, {a['mixer']}: {name} is {a['options'][name]} there and {b['options'][name]} here)"
+            there, here = a["options"][name], b["options"].get(name)
+            if a["mixer"] == b["mixer"] and there != here:
+                return f" (layer {number}, {a['mixer']}: {name} is {there} there and {here} here)"
     return ""
 
 

@@ -33,8 +33,9 @@ def non_embedding(architecture: Architecture) -> int:
 def match_parameters(architecture: Architecture, target: int, *, tolerance: float = TOLERANCE) -> Match:
     """Choose ``d_ff`` so that the non-embedding parameters come closest to ``target``.
 
-    ``d_ff`` changes neither the mixers nor the decode state, so it is the fairest knob. It moves in steps of 64, below d_model
-    512 of 16; where no such width is within the tolerance, as in tiny models, in the widest halving of that step that is.
+    ``d_ff`` changes neither the mixers nor the decode state, so it is the fairest knob. It moves in steps of 64, below
+    d_model 512 of 16; where no such width is within the tolerance, as in tiny models, in the widest halving of that
+    step that is.
 
     Args:
         architecture: what to resize; its own ``d_ff`` does not matter.
@@ -58,8 +59,10 @@ def match_parameters(architecture: Architecture, target: int, *, tolerance: floa
             return best
         if step == 1:
             raise UserError(
-                f"{architecture.canonical} cannot be matched to {target:,} parameters within {tolerance:.2%} by the width of its MLPs: the "
-                f"nearest d_ff is {best.architecture.d_ff}, which deviates by {best.deviation:+.2%}; change the mixers' sizes, d_model "
+                f"{architecture.canonical} cannot be matched to {target:,} parameters within {tolerance:.2%} by the "
+                "width of its MLPs: the "
+                f"nearest d_ff is {best.architecture.d_ff}, which deviates by {best.deviation:+.2%}; change the "
+                "mixers' sizes, d_model "
                 "or n_layers, or allow more with --tol"
             )
         step //= 2

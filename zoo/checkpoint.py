@@ -44,13 +44,19 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: t
     file = Path(path)
     if file.is_dir() and (file / LAST).is_file():
         file = file / LAST
+    if file.is_dir() and (file / "meta.pt").is_file():
+        raise UserError(
+            f"{file} is a sharded checkpoint, which only the strategy that wrote it reads; train with "
+            "save_distributed_checkpoint: false in the strategy's init_args for one file"
+        )
     if not file.is_file():
         raise UserError(f"no checkpoint at {path}; name a .ckpt file, or a run's folder with a {LAST}")
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise UserError(
-            f"{file} cannot be read as a checkpoint ({type(error).__name__}); it may be cut short or another kind of file"
+            f"{file} cannot be read as a checkpoint ({type(error).__name__}); it may be cut short or another kind of "
+            "file"
         ) from error
     if not isinstance(stored, dict) or "zoo" not in stored or "state_dict" not in stored:
         raise UserError(f"{file} is not a checkpoint of zoo fit: it does not say what model it holds")

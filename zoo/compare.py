@@ -104,7 +104,7 @@ class Plan:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------------ plan
+# ----------------------------------------------------------------------------------------------------------------- plan
 def make_plan(
     patterns: Sequence[str],
     recipe: str | Path,
@@ -172,7 +172,7 @@ def _instantiate(recipe: Path, overrides: Sequence[str]) -> Any:
     return ZooCLI(["--config", str(recipe), *overrides], run=False)
 
 
-# ------------------------------------------------------------------------------------------------------------------- run
+# ------------------------------------------------------------------------------------------------------------------ run
 def run_plan(plan: Plan, out: str | Path, *, say: Callable[[str], None] = print) -> list[Result]:
     """Train and evaluate every arm, one after another; finished arms of the same plan are not run again.
 
@@ -203,7 +203,8 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
     stored = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
     if stored and stored["key"] != key:
         raise UserError(
-            f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: --out FOLDER"
+            f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: "
+            "--out FOLDER"
         )
     if stored.get("status") == "finished":
         say(f"  finished before: {stored['bpb']:.4f} bits per byte")
@@ -213,8 +214,8 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
     try:
         result = _train(plan, arm, folder, say)
     except RuntimeError as error:
-        # One arm that fails, out of memory for example, does not take the others with it; the table shows it. A user's error
-        # concerns the recipe, so it ends the comparison.
+        # One arm that fails, out of memory for example, does not take the others with it; the table shows it. A user's
+        # error concerns the recipe, so it ends the comparison.
         result = Result(arm, "failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
         say(f"  failed: {result.error}")
     if result.status == "finished":
@@ -261,7 +262,7 @@ def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Re
 
 
 def _write_arm(arm: Arm, folder: Path) -> Path:
-    """What makes the shared recipe this arm's, as a second configuration file: `zoo fit --config RECIPE --config ARM`."""
+    """What makes the shared recipe this arm's, as a second file: `zoo fit --config RECIPE --config ARM`."""
     plain = arm.architecture.to_plain()
     content = {
         "model": {name: plain[name] for name in ("pattern", "n_layers", "d_ff", "mlp", "mixers")},
@@ -282,7 +283,7 @@ def _file_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "_+-." else "_" for c in text)[:60]
 
 
-# ---------------------------------------------------------------------------------------------------------------- report
+# --------------------------------------------------------------------------------------------------------------- report
 COLUMNS = (
     ("arm", "arm"),
     ("d_ff", "d_ff"),
@@ -330,7 +331,8 @@ def shown(key: str, value: Any) -> str:
 
 
 def text_entropies(plan: Plan) -> dict[str, float]:
-    """Bits per byte that counting alone reaches on the validation text: what a model must beat to have learned anything.
+    """Bits per byte that counting alone reaches on the validation text: what a model must beat to have learned
+    anything.
 
     Returns:
         ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no text.
@@ -392,12 +394,14 @@ def _markdown(plan: Plan, rows: list[dict[str, Any]], entropies: dict[str, float
 def notes(plan: Plan, entropies: dict[str, float]) -> list[str]:
     """Sentences below the table: what the columns mean, and what to mistrust."""
     lines = [
-        f"Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per sequence at "
+        "Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per "
+        "sequence at "
         f"{plan.context:,} tokens. One seed: there is no interval, so small differences rank nothing."
     ]
     if entropies:
         lines.append(
-            f"The validation bytes themselves: unigram entropy {entropies['unigram']:.4f} bits, entropy given the byte before "
+            f"The validation bytes themselves: unigram entropy {entropies['unigram']:.4f} bits, entropy given the byte "
+            "before "
             f"{entropies['bigram']:.4f} bits."
         )
     return lines

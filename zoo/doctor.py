@@ -46,8 +46,8 @@ class Row:
         kind: groups lines.
         name: what the line is about.
         state: the finding.
-        fault: what is installed gives wrong results or none, so that nobody should train here before it is repaired. What is
-            merely absent is no fault.
+        fault: what is installed gives wrong results or none, so that nobody should train here before it is repaired.
+            What is merely absent is no fault.
     """
 
     kind: str
@@ -132,7 +132,7 @@ def _mixers() -> Iterator[Row]:
         yield Row("mixers", name, f"a plug-in that does not load: {reason}")
 
 
-# ----------------------------------------------------------------------------------------------------- whether it is right
+# -------------------------------------------------------------------------------------------------- whether it is right
 @dataclass(frozen=True)
 class Trial:
     """An op on a few tokens: who serves it, and whether the one who does gives what the op's reference gives.

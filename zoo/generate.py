@@ -1,4 +1,4 @@
-"""Sampling from a HybridLM through its caches: one packed prefill for prompts of any lengths, then one token at a time."""
+"""Sampling through the caches: one packed prefill for prompts of any lengths, then one token at a time."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts.
 
-    What a prompt gets does not depend on the others beside it: nothing is padded, and each row draws from its own random
-    stream, which the seed and the row's number fix.
+    What a prompt gets does not depend on the others beside it: nothing is padded, and each row draws from its own
+    random stream, which the seed and the row's number fix.
 
     Args:
         model: in any mode; it runs in eval mode and is left as it was.

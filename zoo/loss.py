@@ -54,7 +54,8 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab))
     if wrong.any():
         raise ValueError(
-            f"token_nll: label {int(labels[wrong][0])} is outside 0..{vocab - 1}; the model's vocab_size must cover the tokenizer"
+            f"token_nll: label {int(labels[wrong][0])} is outside 0..{vocab - 1}; the model's vocab_size must cover "
+            "the tokenizer"
         )
 
 

@@ -114,11 +114,36 @@ class HybridLM(nn.Module):
         """
         parsed = pattern if isinstance(pattern, Pattern) else parse(pattern)
         layers = expand(parsed, n_layers, mixers=mixers, mlp=mlp)
-        with torch.device(device or "cpu"):
+        return cls.from_layers(
+            layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie, seed=seed, device=device
+        )
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Sequence[Layer],
+        *,
+        d_model: int,
+        vocab_size: int,
+        d_ff: int | None = None,
+        tie: bool = False,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Self:
+        """:meth:`from_pattern` for layers that are expanded already."""
+        # Always by way of meta: a plain build, and one that is sharded before it is filled, then draw the same numbers.
+        with torch.device("meta"):
             model = cls(layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie)
-        if not model.embedding.weight.is_meta:
+        if torch.device(device or "cpu").type != "meta":
+            model.materialise(device or "cpu")
             model.reset(seed)
         return model
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Give a model on meta memory on ``device``; the values are garbage until :meth:`reset`. A tied head stays tied."""
+        self.to_empty(device=device)
+        if self.tie:
+            self.head.weight = self.embedding.weight
 
     def each_block(self) -> Iterator[Block]:
         """The blocks, first to last."""
@@ -150,7 +175,8 @@ class HybridLM(nn.Module):
             packing: documents laid end to end, or None. With caches, one row per document.
 
         Raises:
-            ValueError: ids of another shape or outside the vocabulary (looked at on the CPU only), or a wrong number of caches.
+            ValueError: ids of another shape or outside the vocabulary (looked at on the CPU only), or a wrong number of
+                caches.
         """
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ValueError(
@@ -160,7 +186,8 @@ class HybridLM(nn.Module):
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.vocab_size:
                 raise ValueError(
-                    f"HybridLM: token id {low if low < 0 else high} is outside 0..{self.vocab_size - 1}; the tokenizer and "
+                    f"HybridLM: token id {low if low < 0 else high} is outside 0..{self.vocab_size - 1}; the tokenizer "
+                    "and "
                     "vocab_size must agree"
                 )
         if caches is not None and len(caches) != len(self.blocks):
@@ -180,7 +207,7 @@ class HybridLM(nn.Module):
     def new_caches(
         self, batch: int, context: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> list[MixerCache]:
-        """Empty caches, one per layer, of ``batch`` rows with room for ``context`` tokens; dtype and device of the weights."""
+        """Empty caches, one per layer: ``batch`` rows with room for ``context`` tokens, on the weights' device."""
         weight = self.embedding.weight
         return [
             block.mixer.new_cache(batch, context, dtype=dtype or weight.dtype, device=device or weight.device)
@@ -198,7 +225,7 @@ class HybridLM(nn.Module):
         )
 
     def flops_per_token(self, context: int) -> float:
-        """Model FLOPs of the forward, per token, averaged over a document of ``context`` tokens; training is three times that."""
+        """Model FLOPs of the forward, per token, mean over a document of ``context`` tokens; training: three times."""
         return sum(block.flops_per_token(context) for block in self.each_block()) + 2 * self.d_model * self.vocab_size
 
     def state_bytes(self, context: int) -> int:

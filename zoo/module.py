@@ -25,8 +25,8 @@ from zoo.model import HybridLM
 from zoo.optim import BudgetSchedule, WarmupCosine, parameter_groups
 from zoo_layers.mixer import registered
 
-# One mapping per registered mixer. A dict of dicts would do, but jsonargparse loses its sibling options on the command line: of
-# `--model.mixers.SWA.window 64 --model.mixers.SWA.heads 2` only the last would arrive.
+# One mapping per registered mixer. A dict of dicts would do, but jsonargparse loses its sibling options on the command
+# line: of `--model.mixers.SWA.window 64 --model.mixers.SWA.heads 2` only the last would arrive.
 MixerSettings = make_dataclass(
     "MixerSettings",
     [(name, dict[str, bool | int | float | str | None], field(default_factory=dict)) for name in registered()],
@@ -56,11 +56,11 @@ class HybridLMModule(pl.LightningModule):
         d_ff: width of the MLPs. None: the preset's, or 8/3 of d_model, rounded up.
         tie: use the embedding as the head.
         mixers: options by mixer name, for layers that do not give their own.
-        optimizer: a class path with settings, or a callable that takes parameter groups. Default: AdamW, 1e-3, betas 0.9 and
-            0.95, decay 0.1.
+        optimizer: a class path with settings, or a callable that takes parameter groups. Default: AdamW, 1e-3, betas
+            0.9 and 0.95, decay 0.1.
         lr_scheduler: likewise; it is stepped once per optimizer step. Default: WarmupCosine.
-        total_steps: optimizer steps that the schedule spans; the budget sets it on the command line. None: the trainer's
-            ``max_steps``.
+        total_steps: optimizer steps that the schedule spans; the budget sets it on the command line. None: the
+            trainer's ``max_steps``.
 
     Raises:
         PatternError, SpecError, ValueError: at construction, before anything is allocated.
@@ -111,7 +111,7 @@ class HybridLMModule(pl.LightningModule):
         if new_score is not None and not self.scores:
             self.scores = {name: new_score() for name in self.losses}
 
-    # ---------------------------------------------------------------------------------------------------------- building
+    # --------------------------------------------------------------------------------------------------------- building
     def configure_model(self) -> None:
         """Build the model; sharded if the strategy has a mesh of devices. Calling it twice is harmless."""
         if self.model is not None:
@@ -123,9 +123,11 @@ class HybridLMModule(pl.LightningModule):
             return
         from zoo.sharding import shard
 
+        if self.architecture.tie:
+            raise UserError("tied embeddings cannot be sharded yet: set model.tie to false, or train on one device")
         model = self.architecture.build(device="meta")
         shard(model, mesh["data_parallel"])
-        model.to_empty(device=self.device)
+        model.materialise(self.device)
         model.reset()
         self.model = model
 
@@ -154,7 +156,7 @@ class HybridLMModule(pl.LightningModule):
             scheduler.begin(steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    # ---------------------------------------------------------------------------------------------------------- training
+    # --------------------------------------------------------------------------------------------------------- training
     def forward(self, input_ids: Tensor, packing: Any = None) -> Tensor:
         """Logits [B, T, vocab_size]."""
         return self.built()(input_ids, packing=packing)
@@ -165,7 +167,7 @@ class HybridLMModule(pl.LightningModule):
         # A batch without a label has loss 0 and gradient 0, not 0 / 0.
         loss = nll / tokens.clamp(min=1)
         self.tokens_seen += int(batch["tokens"])
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=self.trainer.world_size > 1)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -175,7 +177,7 @@ class HybridLMModule(pl.LightningModule):
             norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
             self.log("grad_norm", torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm())
 
-    # --------------------------------------------------------------------------------------------------------- evaluation
+    # ------------------------------------------------------------------------------------------------------- evaluation
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> None:
         self._evaluate(batch, "val")
 
@@ -216,7 +218,7 @@ class HybridLMModule(pl.LightningModule):
             "tokens": empty.index_add(0, packing.document_ids, counted.to(nll.dtype)).long(),
         }
 
-    # -------------------------------------------------------------------------------------------------------- checkpoints
+    # ------------------------------------------------------------------------------------------------------ checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what rebuilds the model without this class: plain types only."""
         data = getattr(self.trainer, "datamodule", None) if self._trainer is not None else None

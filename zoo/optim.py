@@ -31,7 +31,8 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str
         named: (name, parameter) pairs; a shared parameter may come twice.
 
     Returns:
-        [{"name": "decay", "params": ...}, {"name": "no_decay", "params": ..., "weight_decay": 0.0}], empty groups left out.
+        [{"name": "decay", "params": ...}, {"name": "no_decay", "params": ..., "weight_decay": 0.0}], empty groups left
+        out.
 
     Raises:
         ValueError: a trainable parameter that no rule names; a new kind of parameter must be placed by its author.
@@ -57,9 +58,9 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str
 class BudgetSchedule(LambdaLR):
     """A learning-rate schedule over a run whose length the budget gives; stepped once per optimizer step.
 
-    Its length is set by :meth:`begin`, which the LightningModule calls with the steps of the budget. Shortening a run with
-    ``--trainer.max_steps`` does not change the schedule: the short run is the beginning of the long one. A resumed run keeps
-    the length it began with.
+    Its length is set by :meth:`begin`, which the LightningModule calls with the steps of the budget. Shortening a run
+    with ``--trainer.max_steps`` does not change the schedule: the short run is the beginning of the long one. A resumed
+    run keeps the length it began with.
 
     Args:
         optimizer: whose learning rates move.
@@ -102,7 +103,8 @@ class BudgetSchedule(LambdaLR):
             self.total_steps = total_steps
         if self.warmup_steps >= self.total_steps:
             raise UserError(
-                f"schedule: {self.warmup_steps} warm-up steps do not fit into a run of {self.total_steps} steps; shorten the warm-up "
+                f"schedule: {self.warmup_steps} warm-up steps do not fit into a run of {self.total_steps} steps; "
+                "shorten the warm-up "
                 "or raise budget.tokens"
             )
 

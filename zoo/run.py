@@ -57,9 +57,10 @@ def refuse_to_overwrite(folder: Path, resumed: str | None) -> None:
 def read_metrics(folder: Path) -> list[dict[str, float]]:
     """All logged rows of a run's training, by step, over its interruptions.
 
-    A run that went on wrote a second file. Where both hold a step, the later file counts: its beginning is the checkpoint that
-    it went on from, and what the earlier one logged behind that is lost work. What ``zoo validate`` and ``zoo test`` logged
-    stands in files of its own, at step 0 whatever the checkpoint, and is left out.
+    A run that went on wrote a second file. Where both hold a step, the later file counts: its beginning is the
+        checkpoint that
+    it went on from, and what the earlier one logged behind that is lost work. What ``zoo validate`` and ``zoo test``
+    logged stands in files of its own, at step 0 whatever the checkpoint, and is left out.
 
     Args:
         folder: the run's folder, with ``logs/version_N/metrics.csv`` inside.

@@ -156,8 +156,8 @@ class _Taps(torch.autograd.Function):
             y = wide[:, :tokens] * taps[0]
         else:
             y = torch.addcmul(bias.to(wide.dtype), wide[:, :tokens], taps[0])
-        # In place where that is safe: under torch.compile, torch 2.11 gives a Function zero gradients if its output was made
-        # by addcmul_.
+        # In place where that is safe: under torch.compile, torch 2.11 gives a Function zero gradients if its output was
+        # made by addcmul_.
         add = torch.addcmul if torch.compiler.is_compiling() else Tensor.addcmul_
         for i in range(1, len(taps)):
             y = add(y, wide[:, i : i + tokens], taps[i])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ class Packing:
     Build it with :meth:`from_offsets`, once per batch, on the host; layers read it without ever asking the device.
 
     Attributes:
-        offsets: N + 1 host integers, from 0 to T, never falling. Document ``n`` is ``offsets[n]:offsets[n + 1]`` and may be
-            empty.
+        offsets: N + 1 host integers, from 0 to T, never falling. Document ``n`` is ``offsets[n]:offsets[n + 1]`` and
+            may be empty.
         cu_seqlens: the same numbers, int32 [N + 1], on the device of the batch.
-        chunk_table: int32 [chunks, 2], the (document, chunk inside it) of every chunk of ``CHUNK`` tokens, on the device.
+        chunk_table: int32 [chunks, 2], the (document, chunk inside it) of every chunk of ``CHUNK`` tokens, on the
+            device.
     """
 
     offsets: tuple[int, ...]
@@ -41,15 +43,15 @@ class Packing:
         """
         offsets = _host_offsets(cu_seqlens)
         if len(offsets) < 2:
-            raise ValueError(f"packing: {len(offsets)} offset given, at least 2 are needed: [0, T] is one document of T tokens")
+            raise ValueError(f"packing: {len(offsets)} offset given, at least 2 are needed: [0, T] is one document")
         if offsets[0] != 0:
             raise ValueError(f"packing: offsets must start at 0, got {offsets[0]}; prepend 0 to the document ends")
-        for n, (start, end) in enumerate(zip(offsets, offsets[1:])):
+        for n, (start, end) in enumerate(pairwise(offsets)):
             if end < start:
-                raise ValueError(f"packing: offsets must never fall, but offset {n} is {start} and offset {n + 1} is {end}")
+                raise ValueError(f"packing: offsets must never fall, but offset {n} is {start} and the next is {end}")
         if offsets[-1] >= 2**31:
-            raise ValueError(f"packing: {offsets[-1]} tokens exceed the limit of 2^31 - 1 in one batch; split the batch")
-        table = [(n, c) for n, (a, b) in enumerate(zip(offsets, offsets[1:])) for c in range(-(-(b - a) // CHUNK))]
+            raise ValueError(f"packing: {offsets[-1]} tokens exceed the limit of 2^31 - 1 a batch; split the batch")
+        table = [(n, c) for n, (a, b) in enumerate(pairwise(offsets)) for c in range(-(-(b - a) // CHUNK))]
         return cls(
             offsets=offsets,
             cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
@@ -74,7 +76,7 @@ class Packing:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens in each document, on the host."""
-        return tuple(b - a for a, b in zip(self.offsets, self.offsets[1:]))
+        return tuple(b - a for a, b in pairwise(self.offsets))
 
     @property
     def max_length(self) -> int:
@@ -110,10 +112,11 @@ def as_packing(packing: Packing | Sequence[int] | Tensor | None, *, batch: int, 
     if not isinstance(packing, Packing):
         packing = Packing.from_offsets(packing)
     if batch != 1:
-        raise ValueError(f"{op}: packed documents are laid end to end in one row, but the batch is {batch}; reshape it to 1")
+        raise ValueError(f"{op}: packed documents are laid end to end in one row, but the batch is {batch}; make it 1")
     if packing.tokens != tokens:
         raise ValueError(
-            f"{op}: the offsets end at {packing.tokens}, but there are {tokens} tokens; an unused tail is a document of its own"
+            f"{op}: the offsets end at {packing.tokens}, but there are {tokens} tokens; an unused tail is a document "
+            "of its own"
         )
     return packing
 
@@ -122,7 +125,8 @@ def _host_offsets(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
-                f"packing: offsets must be on the host, got a tensor on {cu_seqlens.device}; build one Packing per batch in the "
+                f"packing: offsets must be on the host, got a tensor on {cu_seqlens.device}; build one Packing per "
+                "batch in the "
                 "data module and pass it to every layer"
             )
         if cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool:

@@ -1,7 +1,7 @@
 """Every op under torch.compile gives the eager numbers, gradients too, and takes upstream gradients in any layout.
 
-Both were learnt on a GPU: torch 2.11 gave zero gradients to a Function whose output an in-place operation had made, and cuDNN
-read a gradient by the strides of the output.
+Both were learnt on a GPU: torch 2.11 gave zero gradients to a Function whose output an in-place operation had made, and
+cuDNN read a gradient by the strides of the output.
 """
 
 import pytest
@@ -48,7 +48,11 @@ def results(function, shapes, device):
     inputs = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     y = function(*inputs)
     dy = torch.randn(y.shape, generator=generator).to(device)
-    used = [i for i, g in enumerate(torch.autograd.grad(y, inputs, dy, retain_graph=True, allow_unused=True)) if g is not None]
+    used = [
+        i
+        for i, g in enumerate(torch.autograd.grad(y, inputs, dy, retain_graph=True, allow_unused=True))
+        if g is not None
+    ]
     return [y, *torch.autograd.grad(y, [inputs[i] for i in used], dy)]
 
 
@@ -56,7 +60,9 @@ def agree(name, device, backend):
     function, shapes = OPS[name]
     torch._dynamo.reset()
     for got, expected in zip(
-        results(torch.compile(function, backend=backend), shapes, device), results(function, shapes, device), strict=True
+        results(torch.compile(function, backend=backend), shapes, device),
+        results(function, shapes, device),
+        strict=True,
     ):
         assert relative_error(got, expected) <= limit("dx", torch.float32)
 
@@ -78,7 +84,11 @@ def any_layout(device, dtype):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 256, 4, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     dy = torch.randn(2, 256, 4, 64, device=device, dtype=dtype)
-    layouts = [dy, dy.transpose(1, 2).contiguous().transpose(1, 2), dy.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)]
+    layouts = [
+        dy,
+        dy.transpose(1, 2).contiguous().transpose(1, 2),
+        dy.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    ]
     for window in (None, 48):
         call = checked_call(*inputs, window=window)
         for backend in backends.backends("attention"):

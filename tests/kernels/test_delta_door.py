@@ -1,12 +1,15 @@
 """The door of the delta rule: what it refuses, in which words, and whom it lets serve."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
+import zoo_kernels
 from zoo_kernels.backend import backends, explain
 from zoo_kernels.delta import delta_rule
 from zoo_kernels.delta.call import DeltaCall
@@ -69,7 +72,8 @@ REFUSED = {
     "another device": ({"beta": torch.rand(B, T, HV, device="meta")}, r"beta is on meta, but v is on cpu; move them"),
     "log_decay of another shape": (
         {"log_decay": -torch.rand(B, T, H)},
-        r"log_decay is \[2, 5, 2\], but q \[2, 5, 2, 8\] and v \[2, 5, 4, 6\] ask for \[2, 5, 4\] .* \[2, 5, 4, 8\] .* or \[4\]",
+        r"log_decay is \[2, 5, 2\], but q \[2, 5, 2, 8\] and v \[2, 5, 4, 6\] ask for \[2, 5, 4\] .* \[2, 5, 4, 8\] .* "
+        r"or \[4\]",
     ),
     "log_decay of whole numbers": (
         {"log_decay": torch.zeros(B, T, HV, dtype=torch.int64)},
@@ -100,13 +104,14 @@ REFUSED = {
     ),
     "a state of another dtype": (
         {"initial_state": half((B, HV, K, V))},
-        r"initial_state is torch.bfloat16, but states are kept in torch.float32 where q, k and v are torch.float32; cast",
+        r"initial_state is torch.bfloat16, but states are kept in torch.float32 where q, k and v are torch.float32; "
+        r"cast",
     ),
     "a state on another device": (
         {"initial_state": torch.zeros(B, HV, K, V, device="meta")},
         r"initial_state is on meta, but v is on cpu; move them to one device",
     ),
-    "packing of a batch": ({"packing": [0, 5]}, r"delta_rule: packed documents .* but the batch is 2; reshape it to 1"),
+    "packing of a batch": ({"packing": [0, 5]}, r"delta_rule: packed documents .* but the batch is 2; make it 1"),
     "an unknown backend": ({"backend": "fast"}, r"no backend is called 'fast'; there are .*torch, recurrent"),
 }
 
@@ -194,6 +199,7 @@ def test_importing_the_op_loads_neither_triton_nor_the_compiler_and_asks_for_no_
         assert loaded or "torch._dynamo" not in sys.modules
         assert not torch.cuda.is_initialized()
     """
-    path = "import sys; sys.path[:0] = ['kernels', 'layers', '.']\n"
-    found = subprocess.run([sys.executable, "-W", "error", "-c", path + textwrap.dedent(script)], capture_output=True)
+    root = Path(zoo_kernels.__path__[0]).parent
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    found = subprocess.run(command, capture_output=True, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     assert found.returncode == 0, found.stderr.decode()

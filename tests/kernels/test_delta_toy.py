@@ -9,7 +9,8 @@ from zoo_kernels.delta import delta_rule
 
 BACKENDS = [backend.name for backend in backends("delta_rule")]
 KEYS = {"orthonormal": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), "oblique": ((1.0, 0.0, 0.0), (0.6, 0.8, 0.0))}
-# rule: (decay per write, one number or one per channel; beta; reads of k1, k2 by kind of keys). Writes: k1 5, k2 7, k1 9.
+# rule: (decay per write, one number or one per channel; beta; reads of k1 and k2 by kind of keys).
+# The writes: 5 under k1, 7 under k2, 9 under k1.
 TOY = {
     "add only": (None, None, {"orthonormal": (14, 7), "oblique": (18.2, 15.4)}),
     "decay 1/2": (0.5, None, {"orthonormal": (10.25, 3.5), "oblique": (12.35, 9.65)}),

@@ -59,7 +59,7 @@ def test_nothing_is_imported_by_a_star_and_no_file_lacks_a_docstring(floor, file
 
 @pytest.mark.parametrize(("floor", "file"), FILES, ids=name_of)
 def test_importing_a_file_asks_for_no_gpu(floor, file):
-    """Calls at the top level of a module run at import; one that touches CUDA would fail or wait where there is none."""
+    """Calls at the top level of a module run at import; one that touches CUDA would fail where there is none."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.If):

@@ -1,5 +1,6 @@
 """Which parameters decay, and where the learning rate stands at each step."""
 
+import itertools
 import math
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_tied_head_is_optimised_once():
 
 
 def test_a_parameter_that_no_rule_names_is_an_error_and_not_a_guess():
-    with pytest.raises(ValueError, match="no rule .* names the parameter 'mystery'"):
+    with pytest.raises(ValueError, match=r"no rule .* names the parameter 'mystery'"):
         parameter_groups([("mystery", nn.Parameter(torch.zeros(2, 2)))])
 
 
@@ -60,7 +61,7 @@ def test_the_rate_rises_to_the_peak_and_is_at_its_floor_on_the_last_step(schedul
     assert seen[1] == pytest.approx(0.625)
     assert seen[4] == pytest.approx(1.0)
     assert seen[-1] == pytest.approx(0.1)
-    assert all(a >= b - 1e-12 for a, b in zip(seen[4:], seen[5:]))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(seen[4:]))
 
 
 def test_cosine_and_wsd_have_the_shapes_of_their_papers():

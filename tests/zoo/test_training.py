@@ -129,7 +129,7 @@ def test_a_task_trains_by_the_same_command_and_reports_accuracy(zoo):
     assert "val/bpb" not in last
 
 
-# ------------------------------------------------------------------------------------------------------------- wrong input
+# ---------------------------------------------------------------------------------------------------------- wrong input
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -193,7 +193,7 @@ def test_evaluating_without_a_checkpoint_is_refused(zoo):
         zoo("validate")
 
 
-# ------------------------------------------------------------------------------------------------------------ configuration
+# -------------------------------------------------------------------------------------------------------- configuration
 def stored_mixers(tmp_path):
     return torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)["zoo"]["architecture"]["mixers"]
 

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(args.tokenizer)
     if loaded.facts["tokenizer"] not in (None, tokenizer.identity):
         raise UserError(
-            f"{args.ckpt} was trained with the tokenizer {loaded.facts['tokenizer']}, but {tokenizer.identity} is given; name "
+            f"{args.ckpt} was trained with the tokenizer {loaded.facts['tokenizer']}, but {tokenizer.identity} is "
+            "given; name "
             "the file that the run used: --tokenizer FILE"
         )
     text = sys.stdin.read() if args.prompt == "-" else args.prompt

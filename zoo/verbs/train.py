@@ -1,4 +1,4 @@
-"""fit, validate, test, predict: LightningCLI over HybridLMModule, with short errors and steps that follow from the budget."""
+"""fit, validate, test, predict: LightningCLI over HybridLMModule, with short errors, and steps from the budget."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ZooCLI(LightningCLI):
         parser.add_class_arguments(Budget, "budget")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
-            {"checkpoint.save_last": True, "checkpoint.save_top_k": 1, "checkpoint.every_n_train_steps": 100}
+            {"checkpoint.save_last": True, "checkpoint.save_top_k": 0, "checkpoint.every_n_train_steps": 100}
         )
         parser.add_lightning_class_args(Throughput, "throughput")
         parser.link_arguments(
@@ -75,7 +75,7 @@ class ZooCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as typed: a checkpoint that disagrees with it is refused, not obeyed in silence."""
 
-    # ------------------------------------------------------------------------------------------------ before the classes
+    # ----------------------------------------------------------------------------------------------- before the classes
     def before_instantiate_classes(self) -> None:
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         budget, trainer = config.budget, config.trainer
@@ -99,7 +99,8 @@ class ZooCLI(LightningCLI):
         asked = config.trainer.max_steps
         if asked != -1 and not typed:
             raise UserError(
-                f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and trainer.max_steps ({asked}): "
+                f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and "
+                f"trainer.max_steps ({asked}): "
                 "keep one of them; --trainer.max_steps on the command line may cut a run short"
             )
         config.model.total_steps = steps
@@ -124,7 +125,7 @@ class ZooCLI(LightningCLI):
         trainer.callbacks += [RunHeader(), WritePredictions(), LearningRateMonitor(logging_interval="step")]
         return trainer
 
-    # ------------------------------------------------------------------------------------------------------ before the run
+    # --------------------------------------------------------------------------------------------------- before the run
     def before_fit(self) -> None:
         config = self.config.fit
         root = Path(self.trainer.default_root_dir)
@@ -154,11 +155,15 @@ class ZooCLI(LightningCLI):
 class SaveRun(SaveConfigCallback):
     """Keep, beside the logs, the configuration as resolved and the recipe files as written."""
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.folder = trainer.log_dir  # every rank must ask: the answer is broadcast
+        super().setup(trainer, pl_module, stage)
+
     def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
         written = [Path(os.fspath(path)).read_text(encoding="utf-8") for path in config.get("config") or []]
-        if written and trainer.log_dir is not None:
-            Path(trainer.log_dir, "recipe.yaml").write_text("".join(written), encoding="utf-8")
+        if written and self.folder is not None:
+            Path(self.folder, "recipe.yaml").write_text("".join(written), encoding="utf-8")
 
 
 def resolve_checkpoint(path: str | None, root: Path) -> None:
@@ -221,9 +226,11 @@ def quiet(*, greetings: bool = True) -> None:
     """Silence what says nothing to the user of a run.
 
     Args:
-        greetings: let Lightning tell devices and seeds; a comparison, which makes a Trainer for every arm, does without.
+        greetings: let Lightning tell devices and seeds; a comparison, which makes a Trainer for every arm, does
+            without.
     """
-    # Runs are refused where they would overwrite one (refuse_to_overwrite), so a folder with logs in it is as it should be.
+    # Runs are refused where they would overwrite one (refuse_to_overwrite), so a folder with logs in it is as it should
+    # be.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     # The loader packs batches in memory, faster than workers could hand them over.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -239,6 +246,6 @@ def quiet(*, greetings: bool = True) -> None:
 def run_lightning(verb: str, argv: list[str]) -> int:
     """Run one of the four verbs. ``argv``: what stands behind the verb."""
     quiet()
-    sys.argv = ["zoo", verb, *argv]  # Lightning starts further processes, and names programs, from it
+    sys.argv[1:] = [verb, *argv]  # Lightning starts the processes of further devices from it
     ZooCLI(None)
     return 0

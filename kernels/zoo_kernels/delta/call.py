@@ -52,9 +52,8 @@ class DeltaCall:
         """log_decay [B, T, HV, K or 1], beta [B, T, HV, 1] and the first state [N, HV, K, V], in the compute dtype."""
         log_decay, beta, state = self.log_decay, self.beta, self.initial_state
         if log_decay is not None:
-            log_decay = log_decay.to(
-                self.compute_dtype
-            )  # before it is spread, so that its gradient is summed in this dtype
+            # Cast before it is spread, so that the gradient of a constant is summed in this dtype.
+            log_decay = log_decay.to(self.compute_dtype)
             if log_decay.dim() < 4:
                 log_decay = log_decay.expand(self.v.shape[:3]).unsqueeze(-1)
         if beta is not None:
