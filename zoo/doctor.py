@@ -1,4 +1,4 @@
-"""What this installation can do: versions, compilers, devices; for every op who serves it, why the rest do not, and whether it is right."""
+"""What this installation can do: versions, compilers, devices; who serves each op, rightly or not, and why not the rest."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ PACKAGES = {
 C_COMPILERS = ("cc", "gcc", "clang")
 # Longer than a chunk of the delta rule and than the window, and a multiple of neither, so that every path is taken.
 TOKENS, WINDOW = 150, 64
+GATES = ("log_decay", "beta")
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,6 @@ def examine_op(trial: Trial, device: str, dtype: torch.dtype) -> Iterator[Row]:
     """Who serves a call of the trial's op, and how far its outputs and gradients are from the truth."""
     where = ", ".join(filter(None, (device, str(dtype).removeprefix("torch."), trial.name)))
     seen: list[tuple[str, Any, str]] = []
-    rows: list[Row] = []
     try:
         with observe(lambda *choice: seen.append(choice)):
             errors = _errors(trial, device, dtype)
@@ -174,32 +174,30 @@ def examine_op(trial: Trial, device: str, dtype: torch.dtype) -> Iterator[Row]:
         verdict = f"holds; worst of {len(errors)} results: {figures}" if right else f"WRONG: {figures}"
     if seen:
         op, call, _ = seen[0]
-        rows += [Row(op, f"{name} ({where})", state) for name, state in explain(op, call)]
-    yield from rows
+        yield from (Row(op, f"{name} ({where})", state) for name, state in explain(op, call))
     yield Row(trial.op, f"self-test ({where})", verdict, fault=not right)
 
 
 def _errors(trial: Trial, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """The relative error of every output and gradient of the chosen backend, by name; the truth is the CPU's, in float64."""
+    """The relative error of each output and gradient of the chosen backend; the truth is the CPU's, in float64."""
     drawn = trial.operands(torch.Generator().manual_seed(0))
-    gates = {"log_decay", "beta"}  # fp32 in every precision, as the layers give them
-    given = {
-        n: x.to(device, torch.promote_types(dtype, torch.float32) if n in gates else dtype) for n, x in drawn.items()
-    }
-    got = _results(trial, given, None)
-    exact = _results(trial, {name: x.cpu().double() for name, x in given.items()}, REFERENCE[trial.op])
+    # Gates are fp32 in every precision, as the layers give them.
+    given = {name: x.to(device, torch.float32 if name in GATES else dtype) for name, x in drawn.items()}
+    got, upstream = _results(trial, given, None)
+    given, upstream = ({name: x.cpu().double() for name, x in tensors.items()} for tensors in (given, upstream))
+    exact, _ = _results(trial, given, REFERENCE[trial.op], upstream)
     return {name: relative_error(got[name], exact[name]) for name in exact}
 
 
-def _results(trial: Trial, operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    """Outputs, and the gradient of their sum of squares by each operand."""
+def _results(
+    trial: Trial, operands: dict[str, Tensor], backend: str | None, upstream: dict[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients by name, and what was propagated back: ``upstream``, or else the outputs themselves."""
     leaves = {name: x.clone().requires_grad_() for name, x in operands.items()}
     outputs = trial.run(leaves, backend)
-    # Half of y's square has the gradient y: nothing else must be drawn, or rounded twice.
-    gradients = torch.autograd.grad(
-        list(outputs.values()), list(leaves.values()), [y.detach() for y in outputs.values()]
-    )
-    return {**outputs, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients)}}
+    upstream = upstream or {name: y.detach() for name, y in outputs.items()}
+    found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), [upstream[name] for name in outputs])
+    return {**outputs, **{f"d{name}": gradient for name, gradient in zip(leaves, found)}}, upstream
 
 
 def _delta_operands(draw: torch.Generator) -> dict[str, Tensor]:
@@ -209,7 +207,8 @@ def _delta_operands(draw: torch.Generator) -> dict[str, Tensor]:
 
 
 def _delta(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    y, last_state = delta_rule(**operands, backend=backend)
+    q, k, v, log_decay, beta = (operands[name] for name in ("q", "k", "v", "log_decay", "beta"))
+    y, last_state = delta_rule(q, k, v, log_decay=log_decay, beta=beta, backend=backend)
     return {"y": y, "last_state": last_state}
 
 
@@ -219,7 +218,7 @@ def _attention_operands(draw: torch.Generator) -> dict[str, Tensor]:
 
 
 def _attention(operands: dict[str, Tensor], backend: str | None, window: int | None) -> dict[str, Tensor]:
-    return {"y": attention(**operands, window=window, backend=backend)}
+    return {"y": attention(operands["q"], operands["k"], operands["v"], window=window, backend=backend)}
 
 
 def _conv_operands(draw: torch.Generator) -> dict[str, Tensor]:
@@ -228,7 +227,7 @@ def _conv_operands(draw: torch.Generator) -> dict[str, Tensor]:
 
 
 def _conv(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    y, last_state = short_conv(**operands, activation="silu", backend=backend)
+    y, last_state = short_conv(operands["x"], operands["weight"], activation="silu", backend=backend)
     return {"y": y, "last_state": last_state}
 
 

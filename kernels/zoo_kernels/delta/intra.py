@@ -90,11 +90,11 @@ class ChannelDecay:
 
     The decay between two tokens sits inside their product. So the lower triangle is split into squares, each between
     the two halves of a block of 2, 4, .. C tokens: keys of the left half decay to its end, queries and keys of the
-    right half from its start.
+    right half from its start. Queries and keys are read alike, so they lie side by side: n is 2, or 1 without beta.
 
     Attributes:
         entering, leaving: [G, C, K]; keep: [G, K]; as in :class:`HeadDecay`.
-        halves: for each size of a half: the size, the left decays to the end, the right ones from the start, both
+        halves: for each size of a half, half: the left decays to the end and the right ones from the start, both
             [G, C / (2 * half), half, K].
     """
 
@@ -102,48 +102,53 @@ class ChannelDecay:
         C = log_decay.shape[-2]
         from_start = log_decay.exp()  # inside blocks of `half` tokens
         to_end = torch.ones_like(from_start)  # leaves out the token's own
-        self.halves: list[tuple[int, Tensor, Tensor]] = []
+        self.halves: dict[int, tuple[Tensor, Tensor]] = {}
         half = 1
         while half < C:
             left_start, right_start = from_start.unflatten(-2, (-1, 2, half)).unbind(-3)
             left_end, right_end = to_end.unflatten(-2, (-1, 2, half)).unbind(-3)
-            self.halves.append((half, left_end, right_start))
+            self.halves[half] = (left_end, right_start)
             from_start = torch.stack([left_start, right_start * left_start[..., -1:, :]], -3).flatten(-4, -2)
             to_end = torch.stack([left_end * right_start[..., -1:, :], right_end], -3).flatten(-4, -2)
             half *= 2
         self.entering, self.leaving, self.keep = from_start, to_end, from_start[..., -1, :]
+        self._products: dict[int, tuple[Tensor, Tensor]] = {}
 
     def scores(self, q: Tensor, k: Tensor, *, erases: bool) -> tuple[Tensor, Tensor | None]:
         """As :meth:`HeadDecay.scores`; the diagonal of keys with keys is left zero, as nothing reads it."""
-        by_query = q.new_zeros(*q.shape[:-1], q.shape[-2])
-        by_query.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-        by_key = torch.zeros_like(by_query) if erases else None
-        for half, to_end, from_start in self.halves:
+        readers = torch.stack([q, k] if erases else [q], 2)  # [G, n, C, K]
+        found = q.new_zeros(*readers.shape[:-1], q.shape[-2])  # [G, n, C, C]
+        found.select(2, 0).diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        for half, (to_end, from_start) in self.halves.items():
             left = _half(k, half, 0) * to_end
-            _square(by_query, half).copy_((_half(q, half, 1) * from_start) @ left.mT)
-            if by_key is not None:
-                _square(by_key, half).copy_((_half(k, half, 1) * from_start) @ left.mT)
-        return by_query.unsqueeze(2), None if by_key is None else by_key.unsqueeze(2)
+            right = (_half(readers, half, 1).transpose(2, 3) * from_start.unsqueeze(3)).flatten(3, 4)
+            _square(found, half).copy_((right @ left.mT).unflatten(3, (-1, half)).transpose(2, 3))
+            self._products[half] = (left, right)  # [G, blocks, half, K] and [G, blocks, n * half, K]
+        by_query, *by_key = found.unsqueeze(3).unbind(2)
+        return by_query, by_key[0] if by_key else None
 
     def scores_backward(
         self, q: Tensor, k: Tensor, by_query: Tensor, by_key: Tensor | None, d_by_query: Tensor, d_by_key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`HeadDecay.scores_backward`; ``crossing`` is [G, C, K]."""
-        d_by_query = d_by_query.squeeze(2)
-        dq, read, written = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k)
-        for half, to_end, from_start in self.halves:
-            left = _half(k, half, 0) * to_end
-            square = _square(d_by_query, half)
-            _half(dq, half, 1).addcmul_(from_start, square @ left)
-            d_left = square.mT @ (_half(q, half, 1) * from_start)
-            if d_by_key is not None:
-                square = _square(d_by_key.squeeze(2), half)
-                _half(read, half, 1).addcmul_(from_start, square @ left)
-                d_left += square.mT @ (_half(k, half, 1) * from_start)
-            _half(written, half, 0).addcmul_(to_end, d_left)
-        crossing = q * dq + k * (read - written)
-        own = d_by_query.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        return dq.addcmul_(own, k), read.add_(written).addcmul_(own, q), crossing
+        """As :meth:`HeadDecay.scores_backward`, after :meth:`scores`; ``crossing`` is [G, C, K]."""
+        d_scores = d_by_query if d_by_key is None else torch.cat([d_by_query, d_by_key], 2)  # [G, n, C, C]
+        d_readers = q.new_zeros(*d_scores.shape[:-1], q.shape[-1])  # [G, n, C, K]
+        written = torch.zeros_like(k)
+        for half, (to_end, from_start) in self.halves.items():
+            left, right = self._products[half]
+            squares = _square(d_scores, half).transpose(2, 3).flatten(3, 4)  # [G, blocks, n * half, half]
+            d_right = (squares @ left).unflatten(3, (-1, half)).transpose(2, 3)
+            _half(d_readers, half, 1).addcmul_(from_start.unsqueeze(2), d_right)
+            _half(written, half, 0).addcmul_(to_end, squares.mT @ right)
+        dq, dk = d_readers.select(2, 0), written
+        crossing = q * dq
+        crossing.addcmul_(k, written, value=-1)
+        if d_by_key is not None:
+            read = d_readers.select(2, 1)
+            crossing.addcmul_(k, read)
+            dk = written.add_(read)
+        own = d_scores.select(2, 0).diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        return dq.addcmul_(own, k), dk.addcmul_(own, q), crossing
 
     def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
         """dlog_decay [G, C, K]; as :meth:`HeadDecay.gradient`, with ``kept`` [G, K]."""
@@ -153,11 +158,11 @@ class ChannelDecay:
 
 
 def _half(x: Tensor, half: int, side: int) -> Tensor:
-    """View of the left (0) or right (1) halves of all blocks: [G, C, K] -> [G, C / (2 * half), half, K]."""
+    """View of the left (0) or right (1) halves of all blocks: [.., C, K] -> [.., C / (2 * half), half, K]."""
     return x.unflatten(-2, (-1, 2, half)).select(-3, side)
 
 
 def _square(scores: Tensor, half: int) -> Tensor:
-    """View of the scores of right halves with their left halves: [G, C, C] -> [G, C / (2 * half), half, half]."""
+    """View of the scores of right halves with their left halves: [.., C, C] -> [.., C / (2 * half), half, half]."""
     split = scores.unflatten(-1, (-1, 2, half)).select(-2, 0).unflatten(-3, (-1, 2, half)).select(-4, 1)
     return split.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
