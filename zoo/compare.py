@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import math
-import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from zoo import __version__
 from zoo.architecture import Architecture
 from zoo.budget import TOLERANCE, match_parameters, non_embedding
+from zoo.callbacks import ProgressLines, Throughput
 from zoo.errors import UserError
-from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 from zoo.presets import preset, presets
+from zoo.recipe import ZooCLI
 from zoo.run import LAST, read_metrics
-
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ def make_plan(
     path = Path(recipe)
     if not path.is_file():
         raise UserError(f"no recipe at {path}; recipes are YAML files, such as recipes/tiny_text.yaml")
-    base = _instantiate(path, overrides)
+    base = instantiate(path, overrides)
     own: Architecture = base.model.architecture
     target = non_embedding(own)
     sized = [(text, match_parameters(_arm_architecture(text, own), target, tolerance=tolerance)) for text in patterns]
@@ -166,9 +161,8 @@ def _arm_architecture(text: str, own: Architecture) -> Architecture:
     return own.with_pattern(text)
 
 
-def _instantiate(recipe: Path, overrides: Sequence[str]) -> Any:
-    from zoo.verbs.train import ZooCLI
-
+def instantiate(recipe: Path, overrides: Sequence[str]) -> ZooCLI:
+    """Read a recipe with further settings: its trainer, model and data module, ready to run."""
     return ZooCLI(["--config", str(recipe), *overrides], run=False)
 
 
@@ -210,7 +204,7 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
         say(f"  finished before: {stored['bpb']:.4f} bits per byte")
         return _read_result(arm, stored)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(status, {"key": key, "status": "running"})
+    write_json(status, {"key": key, "status": "running"})
     try:
         result = _train(plan, arm, folder, say)
     except RuntimeError as error:
@@ -220,15 +214,13 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
         say(f"  failed: {result.error}")
     if result.status == "finished":
         say(f"  {result.bpb:.4f} bits per byte after {result.tokens:,} tokens in {result.seconds:.0f} s")
-    _write_json(status, {"key": key, **_plain_result(result)})
+    write_json(status, {"key": key, **plain_result(result)})
     return result
 
 
 def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
-    from zoo.callbacks import ProgressLines, Throughput
-
-    cli = _instantiate(plan.recipe, ["--config", str(_write_arm(arm, folder)), *plan.overrides])
-    trainer = cli.trainer
+    cli = instantiate(plan.recipe, ["--config", str(_write_arm(arm, folder)), *plan.overrides])
+    trainer: Any = cli.trainer
     trainer.callbacks.append(ProgressLines(say))
     (folder / "recipe.yaml").write_text(plan.recipe.read_text(encoding="utf-8"), encoding="utf-8")
     begun = time.perf_counter()
@@ -283,131 +275,7 @@ def _file_name(text: str) -> str:
     return "".join(c if c.isalnum() or c in "_+-." else "_" for c in text)[:60]
 
 
-# --------------------------------------------------------------------------------------------------------------- report
-COLUMNS = (
-    ("arm", "arm"),
-    ("d_ff", "d_ff"),
-    ("parameters", "parameters"),
-    ("deviation", "against reference"),
-    ("flops_per_token", "FLOPs/token"),
-    ("state_bytes", "state bytes"),
-    ("tokens_per_second", "tokens/s"),
-    ("loss", "val loss"),
-    ("bpb", "val bits/byte"),
-    ("status", "status"),
-)
-
-
-def table_rows(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """One row an arm, by the keys of ``COLUMNS``; numbers as numbers."""
-    return [
-        {
-            "arm": r.arm.text,
-            "d_ff": r.arm.architecture.d_ff,
-            "parameters": r.arm.non_embedding,
-            "deviation": r.arm.deviation,
-            "flops_per_token": r.arm.flops_per_token,
-            "state_bytes": r.arm.state_bytes,
-            "tokens_per_second": r.tokens_per_second,
-            "loss": r.loss,
-            "bpb": r.bpb,
-            "status": r.status if not r.error else f"{r.status}: {r.error}",
-        }
-        for r in results
-    ]
-
-
-def shown(key: str, value: Any) -> str:
-    """A cell as people read it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "n/a"
-    if key == "deviation":
-        return f"{value:+.2%}"
-    if key in ("loss", "bpb"):
-        return f"{value:.4f}"
-    if isinstance(value, float):
-        return f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def text_entropies(plan: Plan) -> dict[str, float]:
-    """Bits per byte that counting alone reaches on the validation text: what a model must beat to have learned
-    anything.
-
-    Returns:
-        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no text.
-    """
-    data = _instantiate(plan.recipe, plan.overrides).datamodule
-    if not hasattr(data, "eval_text"):
-        return {}
-    ids = data.eval_text("val")
-    return {"unigram": unigram_entropy(ids), "bigram": bigram_conditional_entropy(ids)}
-
-
-def write_report(plan: Plan, results: list[Result], out: str | Path, entropies: dict[str, float]) -> dict[str, Path]:
-    """Write results.json, results.csv, report.md and curves.png.
-
-    Returns:
-        The files by name.
-    """
-    from zoo.plot import draw_curves
-
-    out = Path(out)
-    files = {name: out / name for name in ("results.json", "results.csv", "report.md", "curves.png")}
-    rows = table_rows(results)
-    with files["results.csv"].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[key for key, _ in COLUMNS])
-        writer.writeheader()
-        writer.writerows(rows)
-    content = {
-        "schema": SCHEMA,
-        "held": plan.held,
-        "tolerance": plan.tolerance,
-        "recipe": str(plan.recipe),
-        "overrides": list(plan.overrides),
-        "context": plan.context,
-        "entropies": entropies,
-        "versions": versions(),
-        "arms": [_plain_result(result) for result in results],
-    }
-    _write_json(files["results.json"], content)
-    files["report.md"].write_text(_markdown(plan, rows, entropies), encoding="utf-8")
-    draw_curves(results, files["curves.png"], entropies=entropies, title=plan.held)
-    return files
-
-
-def versions() -> dict[str, str]:
-    """What the figures were taken with."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    return {"zoo": __version__, "torch": torch.__version__, "python": platform.python_version(), "device": device}
-
-
-def _markdown(plan: Plan, rows: list[dict[str, Any]], entropies: dict[str, float]) -> str:
-    lines = [plan.held, ""]
-    lines.append("| " + " | ".join(title for _, title in COLUMNS) + " |")
-    lines.append("|" + "|".join("---" if key in ("arm", "status") else "---:" for key, _ in COLUMNS) + "|")
-    lines += ["| " + " | ".join(shown(key, row[key]) for key, _ in COLUMNS) + " |" for row in rows]
-    lines += ["", *notes(plan, entropies), "", "![validation bits per byte against training tokens](curves.png)", ""]
-    return "\n".join(lines)
-
-
-def notes(plan: Plan, entropies: dict[str, float]) -> list[str]:
-    """Sentences below the table: what the columns mean, and what to mistrust."""
-    lines = [
-        "Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per "
-        "sequence at "
-        f"{plan.context:,} tokens. One seed: there is no interval, so small differences rank nothing."
-    ]
-    if entropies:
-        lines.append(
-            f"The validation bytes themselves: unigram entropy {entropies['unigram']:.4f} bits, entropy given the byte "
-            "before "
-            f"{entropies['bigram']:.4f} bits."
-        )
-    return lines
-
-
-def _plain_result(result: Result) -> dict[str, Any]:
+def plain_result(result: Result) -> dict[str, Any]:
     plain = {k: v for k, v in asdict(result).items() if k != "arm"}
     arm = result.arm
     plain["arm"] = {
@@ -437,7 +305,7 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     """Written whole or not at all: a kill leaves the old file."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -140,7 +140,7 @@ class HybridLM(nn.Module):
         return model
 
     def materialise(self, device: torch.device | str) -> None:
-        """Give a model on meta memory on ``device``; the values are garbage until :meth:`reset`. A tied head stays tied."""
+        """Give a model on meta memory on ``device``, garbage until :meth:`reset`; a tied head stays tied."""
         self.to_empty(device=device)
         if self.tie:
             self.head.weight = self.embedding.weight

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zoo.compare import Result
 
 # Okabe and Ito's colours and a marker each: told apart without colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def draw_curves(results: Sequence[Result], path: str | Path, *, entropies: Mapping[str, float], title: str) -> None:
+def draw_curves(
+    curves: Sequence[tuple[str, Sequence[tuple[int, float]]]],
+    path: str | Path,
+    *,
+    entropies: Mapping[str, float],
+    title: str,
+) -> None:
     """Validation bits per byte against training tokens, one line an arm, as a PNG.
 
     Args:
-        results: arms without a curve are left out.
+        curves: (arm, (tokens, bits) pairs) of every arm to draw; none of them empty.
         path: where to write.
         entropies: dashed lines of what counting alone reaches, by name.
         title: the sentence that says what was held equal.
@@ -29,9 +31,8 @@ def draw_curves(results: Sequence[Result], path: str | Path, *, entropies: Mappi
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    drawn = [result for result in results if result.curve]
-    for index, result in enumerate(drawn):
-        tokens, bits = zip(*result.curve)
+    for index, (arm, points) in enumerate(curves):
+        tokens, bits = zip(*points)
         axes.plot(
             tokens,
             bits,
@@ -39,7 +40,7 @@ def draw_curves(results: Sequence[Result], path: str | Path, *, entropies: Mappi
             marker=MARKERS[index % len(MARKERS)],
             markersize=4,
             linewidth=1.6,
-            label=f"{result.arm.text}: {bits[-1]:.3f}",
+            label=f"{arm}: {bits[-1]:.3f}",
         )
     names = {"unigram": "unigram entropy", "bigram": "entropy given the byte before"}
     for name, bits in entropies.items():
@@ -61,6 +62,6 @@ def draw_curves(results: Sequence[Result], path: str | Path, *, entropies: Mappi
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("Hybrids under one budget", loc="left", fontsize=12, fontweight="bold")
     figure.supxlabel(title, fontsize=7, color="#444444", wrap=True)
-    if drawn:
+    if curves:
         axes.legend(frameon=False, title="validation bits per byte at the end", title_fontsize=8)
     figure.savefig(path)

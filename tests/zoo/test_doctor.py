@@ -1,4 +1,4 @@
-"""The doctor finds what is there, what is missing, what is broken and what computes wrongly, and never stumbles over it."""
+"""The doctor finds what is there, missing, broken or computing wrongly, and never stumbles over it."""
 
 import shutil
 import sys
@@ -54,12 +54,9 @@ def test_the_command_prints_every_finding_and_ends_with_0_where_nothing_is_wrong
     out = capsys.readouterr().out
     for row in examine():
         assert any(line.split() == [*row.name.split(), *row.state.split()] for line in out.splitlines()), row
-    assert f"torch                                {torch.__version__}".split() in [
-        line.split(":")[0].split() for line in out.splitlines()
-    ]
 
 
-# ----------------------------------------------------------------------------------------------------- wrong computations
+# ------------------------------------------------------------------------------------------------- wrong computations
 def scaled(run):
     y, state = run()
     return y * 1.001, state
@@ -94,7 +91,7 @@ def test_a_backend_that_fails_is_shown_with_its_reason_and_the_others_are_still_
     assert rows("short_conv")["self-test (cpu, float32)"].state.startswith("holds")
 
 
-# -------------------------------------------------------------------------------------------- what is missing, what is broken
+# ------------------------------------------------------------------------------------ what is missing, what is broken
 def test_a_broken_plug_in_is_shown(monkeypatch):
     monkeypatch.setattr(doctor, "broken", lambda: {"RWKV7": "their-package (ImportError: no cuda)"})
     found = rows("mixers")
@@ -152,9 +149,9 @@ def test_without_triton_and_without_a_c_compiler_both_are_said_to_be_missing(mon
 
 
 def test_triton_s_facts_are_unknown_rather_than_an_error_where_a_release_keeps_them_elsewhere(monkeypatch):
-    module = type(sys)("triton")
-    monkeypatch.setitem(sys.modules, "triton", module)
-    assert rows("compiler")["triton"].state.startswith("unknown (ImportError: cannot import name 'knobs'")
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "triton.backends", None)
+    assert rows("compiler")["triton"].state.startswith("unknown (ModuleNotFoundError: ")
 
 
 @pytest.mark.gpu

@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the arms, print the table, write the report. Exits with 1 if an arm failed."""
-    from zoo.compare import make_plan, run_plan, text_entropies, write_report
+    from zoo.compare import make_plan, run_plan
     from zoo.errors import UserError
-    from zoo.report import print_table
-    from zoo.verbs.train import quiet
+    from zoo.recipe import quiet
+    from zoo.report import print_table, text_entropies, write_report
 
     quiet(greetings=False)
     for setting in args.set:

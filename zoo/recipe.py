@@ -1,0 +1,236 @@
+"""Reading a recipe: LightningCLI over HybridLMModule, with short errors, and steps that follow from the budget."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+import zoo.data
+import zoo.optim  # noqa: F401
+from zoo.callbacks import RunHeader, Throughput, WritePredictions
+from zoo.errors import UserError
+from zoo.module import HybridLMModule
+from zoo.pattern import misplaced_key
+from zoo.run import LAST, Budget, refuse_to_overwrite
+
+
+class ZooParser(LightningArgumentParser):
+    """A parser whose errors are one message, not a page of usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        raise UserError(_shorten(message, self)) from ex
+
+
+class ZooCLI(LightningCLI):
+    """LightningCLI with a budget, linked sizes, and runs that are never overwritten."""
+
+    def __init__(self, args: list[str] | None, *, run: bool = True, root: str | None = None):
+        self.given = list(args if args is not None else sys.argv[1:])
+        self.root = root
+        super().__init__(
+            HybridLMModule,
+            LightningDataModule,
+            subclass_mode_data=True,
+            args=args,
+            run=run,
+            save_config_callback=SaveRun if run else None,
+            save_config_kwargs={"overwrite": True},
+            parser_class=ZooParser,
+            parser_kwargs={"parser_mode": "omegaconf+"},
+            auto_configure_optimizers=False,
+            trainer_defaults={"max_epochs": -1, "log_every_n_steps": 1, "enable_model_summary": False},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(Budget, "budget")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {"checkpoint.save_last": True, "checkpoint.save_top_k": 0, "checkpoint.every_n_train_steps": 100}
+        )
+        parser.add_lightning_class_args(Throughput, "throughput")
+        parser.link_arguments(
+            "trainer.default_root_dir", "checkpoint.dirpath", compute_fn=lambda root: root or "runs/default"
+        )
+        parser.link_arguments("budget.batch_tokens", "data.init_args.batch_tokens")
+        parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leave the configuration as typed: a checkpoint that disagrees with it is refused, not obeyed in silence."""
+
+    # ----------------------------------------------------------------------------------------------- before the classes
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
+        budget, trainer = config.budget, config.trainer
+        if trainer.default_root_dir is None:
+            trainer.default_root_dir = "runs/default"
+        if budget.tokens is not None:
+            self._take_budget(config)
+        elif trainer.max_steps == -1 and "subcommand" in self.config and self.config.subcommand == "fit":
+            raise UserError("how long shall it train? Give budget.tokens (and the steps follow), or trainer.max_steps")
+        if trainer.logger is None or trainer.logger is True:
+            root = trainer.default_root_dir
+            trainer.logger = [_class(CSVLogger, save_dir=root, name="logs", flush_logs_every_n_steps=10)]
+            trainer.logger.append(_class(TensorBoardLogger, save_dir=root, name="tensorboard"))
+        if trainer.callbacks is None:
+            trainer.callbacks = []
+
+    def _take_budget(self, config: Any) -> None:
+        """Steps follow from the budget; ``--trainer.max_steps`` on the command line may only cut a run short."""
+        steps = Budget(config.budget.batch_tokens, config.budget.tokens).steps
+        typed = any(re.match(r"--trainer\.max_steps(=|$)", word) for word in self.given)
+        asked = config.trainer.max_steps
+        if asked != -1 and not typed:
+            raise UserError(
+                f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and "
+                f"trainer.max_steps ({asked}): "
+                "keep one of them; --trainer.max_steps on the command line may cut a run short"
+            )
+        config.model.total_steps = steps
+        if asked == -1:
+            config.trainer.max_steps = steps
+        else:
+            print(
+                f"cut short: {asked} of {steps} steps (--trainer.max_steps); the schedule stays that of the whole run"
+            )
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise
+            # jsonargparse wraps what a class of ours raised; the message inside is the answer.
+            raise UserError(_shorten(str(error), self.parser)) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        trainer: Any = super().instantiate_trainer(**kwargs)
+        trainer.callbacks += [RunHeader(), WritePredictions(), LearningRateMonitor(logging_interval="step")]
+        return trainer
+
+    # --------------------------------------------------------------------------------------------------- before the run
+    def before_fit(self) -> None:
+        config = self.config.fit
+        root = Path(self.trainer.default_root_dir)
+        refuse_to_overwrite(root, config.ckpt_path)
+        resolve_checkpoint(config.ckpt_path, root)
+        budget = config.budget.tokens
+        if budget is not None:
+            print(f"budget: {budget:,} tokens, {config.budget.batch_tokens:,} a step, {self.trainer.max_steps} steps")
+
+    def before_validate(self) -> None:
+        self._need_checkpoint("validate")
+
+    def before_test(self) -> None:
+        self._need_checkpoint("test")
+
+    def before_predict(self) -> None:
+        self._need_checkpoint("predict")
+
+    def _need_checkpoint(self, verb: str) -> None:
+        path = self.config[verb].ckpt_path
+        root = Path(self.trainer.default_root_dir)
+        if path is None:
+            raise UserError(f"zoo {verb} needs trained weights: --ckpt_path last (in {root}), or --ckpt_path FILE")
+        resolve_checkpoint(path, root)
+
+
+class SaveRun(SaveConfigCallback):
+    """Keep, beside the logs, the configuration as resolved and the recipe files as written."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.folder = trainer.log_dir  # every rank must ask: the answer is broadcast
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
+        written = [Path(os.fspath(path)).read_text(encoding="utf-8") for path in config.get("config") or []]
+        if written and self.folder is not None:
+            Path(self.folder, "recipe.yaml").write_text("".join(written), encoding="utf-8")
+
+
+def resolve_checkpoint(path: str | None, root: Path) -> None:
+    """Check that the checkpoint to start from exists, so that nobody trains from scratch by mistake.
+
+    Raises:
+        UserError: it does not.
+    """
+    if path is None or path in ("best", "hpc", "registry"):
+        return
+    wanted = root / LAST if path == "last" else Path(path)
+    if not wanted.exists():
+        raise UserError(f"--ckpt_path {path}: there is no {wanted}; leave the option out to train from scratch")
+
+
+def _class(cls: type, **init_args: Any) -> Any:
+    from jsonargparse import Namespace
+
+    return Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=Namespace(**init_args))
+
+
+HELP_LINE = "`zoo fit --help` lists every setting."
+# What jsonargparse calls types, in words.
+WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+def _shorten(message: str, parser: LightningArgumentParser) -> str:
+    """A jsonargparse message without its page: the setting, what is wrong, and the nearest name."""
+    text = str(message).replace(HELP_LINE, "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reasons = [line.removeprefix("- ") for line in lines if line.startswith("- ") and "NoneType" not in line]
+    # The innermost reason is a user's own error where a class of ours raised it; it needs nothing around it.
+    if not reasons:
+        return _with_near(" ".join(lines), parser)
+    key = re.search(r'Parser key "([^"]+)"', text)
+    given = re.findall(r"Given value: (.+)", text)
+    reason = re.sub(
+        r"Expected an? <class '(\w+)'>",
+        lambda m: f"expected {WORDS.get(m[1], m[1])}",
+        "; ".join(dict.fromkeys(reasons)),
+    )
+    shown = f", got {given[0]}" if given and reason.startswith("expected") else ""
+    return _with_near(f"{key[1] + ': ' if key and reason[:5] != 'data:' else ''}{reason}{shown}", parser)
+
+
+def _with_near(text: str, parser: LightningArgumentParser) -> str:
+    misplaced = re.search(r"does not accept option '(?:model\.)?([^'.]+)'|--model\.(\w+)(?:=|$)", text)
+    name = next((word for word in misplaced.groups() if word), "") if misplaced else ""
+    error = misplaced_key(name, "...") if name else None
+    if error is not None:
+        return str(error)
+    key = re.search(r"(?:--|option ')([\w.]+)", text)
+    known = [action.dest for action in parser._actions if action.dest and action.dest != "help"]
+    close = difflib.get_close_matches(key[1], known, n=1, cutoff=0.75) if key and "id you mean" not in text else []
+    hint = f" Did you mean {close[0]}?" if close and key and close[0] != key[1] else ""
+    return f"{text.rstrip('.')}.{hint} {HELP_LINE}"
+
+
+def quiet(*, greetings: bool = True) -> None:
+    """Silence what says nothing to the user of a run.
+
+    Args:
+        greetings: let Lightning tell devices and seeds; a comparison, which makes a Trainer for every arm, does
+            without.
+    """
+    # Runs are refused where they would overwrite one (refuse_to_overwrite), so a folder with logs in it is as it should
+    # be.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # The loader packs batches in memory, faster than workers could hand them over.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    # Lightning and PyTorch's pytree disagree about one of its classes; nothing of ours is concerned.
+    warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")
+    # compare builds its arms through the same command line, from Python.
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
+    if not greetings:
+        for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
+            logging.getLogger(name).setLevel(logging.WARNING)
