@@ -1,4 +1,4 @@
-"""What this installation can do: versions, compilers, devices; who serves each op, whether it is right, why not the rest."""
+"""What this installation can do: versions, compilers, devices; who serves each op, and whether it is right."""
 
 from __future__ import annotations
 

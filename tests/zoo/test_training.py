@@ -188,6 +188,23 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_values(zoo, tmp_path
     assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
 
 
+def test_data_of_another_vocabulary_than_the_checkpoint_is_refused_with_both_sizes(zoo, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    zoo("fit", "--trainer.max_steps", "2")
+    before = (tmp_path / "run" / "last.ckpt").read_bytes()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.train_from_iterator(
+        ["some words and some more words"],
+        tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<|endoftext|>"], show_progress=False),
+    )
+    tokenizer.save(str(tmp_path / "bpe.json"))
+    size = tokenizer.get_vocab_size()
+    for verb in ("fit", "validate"):
+        with pytest.raises(UserError, match=f"vocab_size is 257 there and {size} here"):
+            zoo(verb, "--ckpt_path", "last", "--data.init_args.tokenizer", str(tmp_path / "bpe.json"))
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
+
+
 def test_evaluating_without_a_checkpoint_is_refused(zoo):
     with pytest.raises(UserError, match="zoo validate needs trained weights"):
         zoo("validate")

@@ -248,7 +248,9 @@ def _gradients(
         dstates = _carry_back(chunks, dstate, queried)
         z = dwritten.add_(chunks.decayed(chunks.writing @ dstates, chunks.leaving))
     else:
-        errors = erasing.solve @ (values - erasing.recalling @ states)
+        # e = A (v - k S), where the products with every S are done at once, since every S is known.
+        unknown = torch.baddbmm(*(x.flatten(0, 1) for x in (values, erasing.recalling, states)), alpha=-1)
+        errors = erasing.solve @ unknown.view_as(values)
         z = erasing.solve.mT @ dwritten.mul_(erasing.beta)
         dstates = _carry_back_errors(chunks, erasing, dstate, queried, z)
         dbeta = (errors * z).sum(-1, keepdim=True).div_(erasing.beta)
@@ -268,7 +270,7 @@ def _gradients(
                 read.addcmul_(erasing.recalling, drecalling)
         else:
             read, wrote = dy_read * (chunks.reading @ states), written_left * (chunks.writing @ dstates)
-        dlog_decay = chunks.decay_gradient(crossing, read, wrote, states * dstates)
+        dlog_decay = chunks.decay_gradient(crossing, read, wrote, states, dstates)
     chunks.add_decayed_keys(dq, dreading, chunks.entering)
     chunks.add_decayed_keys(dk, dwriting, chunks.leaving)
     if drecalling is not None:

@@ -64,12 +64,17 @@ class HeadDecay:
                 products.addcmul_(by_key, d_by_key)
             products.tril_(-1)
             crossing = products.sum(-1) - products.sum(-2)
-        d_by_query = (d_by_query * self.between).sum(2)
+        d_by_query = self._decayed_sum(d_by_query)
         dq, dk = d_by_query @ k, d_by_query.mT @ q
         if d_by_key is not None:
-            d_by_key = (d_by_key * self.between).sum(2).tril_(-1)
-            dk += (d_by_key + d_by_key.mT) @ k
+            d_by_key = self._decayed_sum(d_by_key).tril_(-1)
+            dk.flatten(0, 1).baddbmm_((d_by_key + d_by_key.mT).flatten(0, 1), k.flatten(0, 1))
         return dq, dk, crossing
+
+    def _decayed_sum(self, scores: Tensor) -> Tensor:
+        """[G, R, C, C] -> [G, C, C], over the value heads of each group."""
+        decayed = scores * self.between
+        return decayed.squeeze(2) if decayed.shape[2] == 1 else decayed.sum(2)
 
     def gradient(self, crossing: Tensor, written: Tensor, kept: Tensor) -> Tensor:
         """dlog_decay [G, R, C].

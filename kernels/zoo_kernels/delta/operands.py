@@ -155,7 +155,7 @@ class Operands:
         else:
             total.addcmul_(keys, decay)
 
-    def decay_gradient(self, crossing: Tensor, read: Tensor, wrote: Tensor, kept: Tensor) -> Tensor:
+    def decay_gradient(self, crossing: Tensor, read: Tensor, wrote: Tensor, states: Tensor, dstates: Tensor) -> Tensor:
         """dlog_decay [rows, HV, C, K or 1].
 
         Args:
@@ -163,12 +163,15 @@ class Operands:
             read: reads of the state that enters, times their gradient: [G, C, K] where heads are apart, [G, C, R * V]
                 where they are shared.
             wrote: the same for writes to the state that leaves.
-            kept: [G, K, R * V], the state that enters times the gradient of the one that leaves.
+            states, dstates: [G, K, R * V], the states that enter, and the gradients of those that leave.
         """
         if isinstance(self.decay, ChannelDecay):
-            return self.decay.gradient(crossing + read, wrote, kept.sum(-1))
+            return self.decay.gradient(crossing + read, wrote, (states * dstates).sum(-1))
         read, wrote = (x.unflatten(-1, (self.heads.R, -1)).sum(-1).mT for x in (read, wrote))
-        kept = kept.unflatten(-1, (self.heads.R, -1)).sum((-3, -1))
+        if self.heads.R == 1:  # one inner product for each G
+            kept = (states.flatten(2).unsqueeze(-2) @ dstates.flatten(2).unsqueeze(-1)).squeeze(-1)
+        else:
+            kept = (states * dstates).unflatten(-1, (self.heads.R, -1)).sum((-3, -1))
         return self.decay.gradient(crossing + read, wrote, kept).flatten(1, 2).unsqueeze(-1)
 
     def _apart(self, values: Tensor) -> Tensor:
