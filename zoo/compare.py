@@ -150,7 +150,7 @@ def make_plan(
                 model.state_bytes(context),
             )
         )
-    return Plan(tuple(arms), path, tuple(overrides), target, own.canonical, tolerance, context)
+    return Plan(tuple(arms), path, tuple(overrides), target, str(own.pattern), tolerance, context)
 
 
 def _arm_architecture(text: str, own: Architecture) -> Architecture:

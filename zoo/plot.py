@@ -60,8 +60,9 @@ def draw_curves(
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title("Hybrids under one budget", loc="left", fontsize=12, fontweight="bold")
+    figure.suptitle("Validation bits per byte under one budget", x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.supxlabel(title, fontsize=7, color="#444444", wrap=True)
     if curves:
-        axes.legend(frameon=False, title="validation bits per byte at the end", title_fontsize=8)
+        # Above the axes, where it hides nothing.
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
     figure.savefig(path)

@@ -63,7 +63,8 @@ def allowed_warnings():
 
 def session(setup, commands, folder, path):
     """Run commands in a fresh process without a GPU, in which other warnings are errors; their results in order."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "CUDA_VISIBLE_DEVICES": ""}
+    path = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
     arguments = [json.dumps(list(allowed_warnings())), setup, json.dumps(commands)]
     # Not from the tree: with -c, Python looks for packages in the current folder first.
     done = subprocess.run(
