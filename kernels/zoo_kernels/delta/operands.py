@@ -168,10 +168,7 @@ class Operands:
         if isinstance(self.decay, ChannelDecay):
             return self.decay.gradient(crossing + read, wrote, (states * dstates).sum(-1))
         read, wrote = (x.unflatten(-1, (self.heads.R, -1)).sum(-1).mT for x in (read, wrote))
-        if self.heads.R == 1:  # one inner product for each G
-            kept = (states.flatten(2).unsqueeze(-2) @ dstates.flatten(2).unsqueeze(-1)).squeeze(-1)
-        else:
-            kept = (states * dstates).unflatten(-1, (self.heads.R, -1)).sum((-3, -1))
+        kept = (states * dstates).unflatten(-1, (self.heads.R, -1)).sum((-3, -1))
         return self.decay.gradient(crossing + read, wrote, kept).flatten(1, 2).unsqueeze(-1)
 
     def _apart(self, values: Tensor) -> Tensor:
