@@ -31,14 +31,14 @@ def accuracy(tmp_path_factory):
             assert main(["fit", *words]) == 0
             seconds = time.perf_counter() - begun
             assert main(["test", *words, "--ckpt_path", "last"]) == 0
-            known[recipe, pattern, seed] = tested(root)
+            known[recipe, pattern, seed] = accuracy_logged_last(root)
             print(f"{recipe}  {pattern}  seed {seed}: {known[recipe, pattern, seed]:.3f} in {seconds:.0f} s")
         return known[recipe, pattern, seed]
 
     return measure
 
 
-def tested(root):
+def accuracy_logged_last(root):
     """The accuracy that `zoo test` logged last."""
     files = sorted(root.glob("logs/version_*/metrics.csv"), key=lambda path: int(path.parent.name.split("_")[1]))
     with files[-1].open(newline="", encoding="utf-8") as file:

@@ -16,6 +16,7 @@ keeps its inputs and the states that enter the chunks; the backward computes the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,33 +154,56 @@ class ChunkwiseDeltaRule(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------- chunk after chunk
-def _carry_additions(chunks: Operands, state: Tensor, states: Tensor, values: Tensor) -> None:
-    """Carry the state through a span without beta.
+def _steps(chunks: Operands, state: Tensor, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Step by step, the states that enter and the place for those that leave, each [rows * heads, K, R * V].
+
+    That place is where the next step reads; only where sequences end between the two is it ``state``, which keeps them.
 
     Args:
-        state: [N * heads, K, R * V], moved on to the end of the span.
-        states: [G, K, R * V], filled with those that enter the chunks.
-        values: [G, C, R * V].
+        state: [N * heads, K, R * V], what enters the span; afterwards what leaves it.
+        states: [G, K, R * V], to be filled with what enters the chunks.
     """
+    entering = chunks.by_step(states)
+    entering[0].copy_(state[: len(entering[0])])
+    for now, following in zip(entering, [*entering[1:], state[:0]]):
+        leaving = following if len(following) == len(now) else state[: len(now)]
+        yield now, leaving
+        if leaving is not following:
+            following.copy_(leaving[: len(following)])
+
+
+def _steps_back(chunks: Operands, dstate: Tensor, dstates: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same from the last step to the first, for gradients: those that leave, and the place for those that enter."""
+    leaving = chunks.by_step(dstates)
+    leaving[-1].copy_(dstate[: len(leaving[-1])])
+    for now, earlier in zip(reversed(leaving), [*reversed(leaving[:-1]), dstate[: len(leaving[0])]]):
+        if len(earlier) > len(now):
+            earlier[len(now) :].copy_(dstate[len(now) : len(earlier)])
+        yield now, earlier[: len(now)]
+
+
+def _carry_additions(chunks: Operands, state: Tensor, states: Tensor, values: Tensor) -> None:
+    """Carry the state through a span without beta; ``values`` are [G, C, R * V]."""
     added = chunks.writing.mT @ chunks.decayed(values, chunks.leaving)
-    for entering, keep, new in zip(chunks.by_step(states), chunks.kept_by_step(), chunks.by_step(added)):
-        now = state[: len(entering)]
-        entering.copy_(now)
-        _decay_and_add(now, keep, new)
+    steps = zip(_steps(chunks, state, states), chunks.kept_by_step(), chunks.by_step(added))
+    for (entering, leaving), keep, new in steps:
+        _decay_and_add(entering, keep, new, out=leaving)
 
 
 def _carry_errors(chunks: Operands, erasing: Erasing, state: Tensor, states: Tensor, values: Tensor) -> Tensor:
     """The same with beta. Returns the errors e [G, C, V]."""
     errors, recalled = erasing.solve @ values, erasing.solve @ erasing.recalling  # e = A v - (A k) S
     writing = (chunks.writing * erasing.beta).mT
-    steps = zip(chunks.kept_by_step(), *map(chunks.by_step, (states, errors, recalled, writing)))
-    for keep, entering, e, recall, write in steps:
-        now = state[: len(entering)]
-        entering.copy_(now)
+    tensors = map(chunks.by_step, (errors, recalled, writing))
+    for (entering, leaving), keep, e, recall, write in zip(
+        _steps(chunks, state, states), chunks.kept_by_step(), *tensors
+    ):
         e.baddbmm_(recall, entering, alpha=-1)
-        if keep is not None:
-            now *= keep
-        now.baddbmm_(write, e)
+        if keep is None:
+            leaving.copy_(entering)
+        else:
+            torch.mul(entering, keep, out=leaving)
+        leaving.baddbmm_(write, e)
     return errors
 
 
@@ -194,11 +218,9 @@ def _carry_back(chunks: Operands, dstate: Tensor, queried: Tensor) -> Tensor:
         The gradients of the states that leave the chunks [G, K, R * V].
     """
     dstates = torch.empty_like(queried)
-    steps = zip(chunks.by_step(dstates), chunks.kept_by_step(), chunks.by_step(queried))
-    for leaving, keep, new in reversed(list(steps)):
-        now = dstate[: len(leaving)]
-        leaving.copy_(now)
-        _decay_and_add(now, keep, new)
+    tensors = (reversed(x) for x in (chunks.kept_by_step(), chunks.by_step(queried)))
+    for (leaving, entering), keep, new in zip(_steps_back(chunks, dstate, dstates), *tensors):
+        _decay_and_add(leaving, keep, new, out=entering)
     return dstates
 
 
@@ -206,22 +228,20 @@ def _carry_back_errors(chunks: Operands, erasing: Erasing, dstate: Tensor, queri
     """The same with beta. ``z`` [G, C, V] comes as A^T (beta * P^T dy) and leaves whole."""
     dstates = torch.empty_like(queried)
     written = erasing.solve.mT @ (chunks.writing * erasing.beta)
-    tensors = (dstates, queried, z, written, erasing.recalling.mT)
-    steps = zip(chunks.kept_by_step(), *map(chunks.by_step, tensors))
-    for keep, leaving, new, z_step, write, recall in reversed(list(steps)):
-        now = dstate[: len(leaving)]
-        leaving.copy_(now)
-        _decay_and_add(now, keep, new)
+    by_step = (chunks.kept_by_step(), *map(chunks.by_step, (queried, z, written, erasing.recalling.mT)))
+    steps = zip(_steps_back(chunks, dstate, dstates), *map(reversed, by_step))
+    for (leaving, entering), keep, new, z_step, write, recall in steps:
+        _decay_and_add(leaving, keep, new, out=entering)
         z_step.baddbmm_(write, leaving)
-        now.baddbmm_(recall, z_step, alpha=-1)
+        entering.baddbmm_(recall, z_step, alpha=-1)
     return dstates
 
 
-def _decay_and_add(state: Tensor, keep: Tensor | None, new: Tensor) -> None:
+def _decay_and_add(state: Tensor, keep: Tensor | None, new: Tensor, *, out: Tensor) -> None:
     if keep is None:
-        state += new
+        torch.add(state, new, out=out)
     else:
-        torch.addcmul(new, state, keep, out=state)
+        torch.addcmul(new, state, keep, out=out)
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients
