@@ -46,6 +46,9 @@ def match_parameters(architecture: Architecture, target: int, *, tolerance: floa
         UserError: no layer has an MLP, or no width comes within the tolerance; with the nearest.
     """
     if all(layer.mlp == "none" for layer in architecture.layers):
+        unsized = _match(architecture, architecture.d_ff, target)
+        if abs(unsized.deviation) <= tolerance:
+            return unsized
         raise UserError(
             f"{architecture.canonical}: no layer has an MLP, so d_ff cannot match its parameters to {target:,}"
         )

@@ -132,7 +132,7 @@ class WritePredictions(Callback):
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int, float]] = []
+        self.rows: dict[int, tuple[int, float]] = {}  # a long document comes in several batches
 
     def on_predict_batch_end(
         self,
@@ -143,15 +143,18 @@ class WritePredictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self.rows += zip(outputs["tokens"].tolist(), outputs["nll"].tolist())
+        for document, tokens, nll in zip(*(outputs[key].tolist() for key in ("documents", "tokens", "nll"))):
+            before = self.rows.get(document, (0, 0.0))
+            self.rows[document] = (before[0] + tokens, before[1] + nll)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = Path(trainer.default_root_dir) / "predictions.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["document", "tokens", "nll"])
-            writer.writerows((number, tokens, f"{nll:.6f}") for number, (tokens, nll) in enumerate(self.rows) if tokens)
-        rank_zero_info(f"losses of {sum(tokens > 0 for tokens, _ in self.rows)} documents in {path}")
+            counted = [(name, tokens, nll) for name, (tokens, nll) in sorted(self.rows.items()) if tokens]
+            writer.writerows((name, tokens, f"{nll:.6f}") for name, tokens, nll in counted)
+        rank_zero_info(f"losses of {len(counted)} documents in {path}")
 
 
 class ProgressLines(Callback):

@@ -51,15 +51,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: t
         )
     if not file.is_file():
         raise UserError(f"no checkpoint at {path}; name a .ckpt file, or a run's folder with a {LAST}")
-    try:
-        stored = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise UserError(
-            f"{file} cannot be read as a checkpoint ({type(error).__name__}); it may be cut short or another kind of "
-            "file"
-        ) from error
-    if not isinstance(stored, dict) or "zoo" not in stored or "state_dict" not in stored:
-        raise UserError(f"{file} is not a checkpoint of zoo fit: it does not say what model it holds")
+    stored = read_checkpoint(file)
     architecture = Architecture.from_plain(stored["zoo"]["architecture"])
     model = architecture.build(device="meta")
     weights = {k.removeprefix("model."): v for k, v in stored["state_dict"].items() if k.startswith("model.")}
@@ -71,3 +63,21 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: t
         model.head.weight = model.embedding.weight
     model.to(device=device, dtype=dtype).eval()
     return Loaded(model, architecture, stored["zoo"])
+
+
+def read_checkpoint(file: Path) -> dict[str, Any]:
+    """The content of a checkpoint of ours, on the CPU.
+
+    Raises:
+        UserError: a file that cannot be read, or that is none of ours.
+    """
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
+        raise UserError(
+            f"{file} cannot be read as a checkpoint ({type(error).__name__}); it may be cut short or another kind of "
+            "file"
+        ) from error
+    if not isinstance(stored, dict) or not stored.get("zoo") or "state_dict" not in stored:
+        raise UserError(f"{file} is not a checkpoint of zoo fit: it does not say what model it holds")
+    return stored

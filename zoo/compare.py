@@ -79,6 +79,7 @@ class Plan:
         held: what is equal, in words.
         reference: non-embedding parameters that every arm is matched to.
         context: tokens at which the decode state is counted.
+        data_hash: names the text; empty where the data is a task, which the recipe names whole.
     """
 
     arms: tuple[Arm, ...]
@@ -88,6 +89,7 @@ class Plan:
     reference_text: str
     tolerance: float
     context: int
+    data_hash: str = ""
 
     @property
     def held(self) -> str:
@@ -150,7 +152,9 @@ def make_plan(
                 model.state_bytes(context),
             )
         )
-    return Plan(tuple(arms), path, tuple(overrides), target, str(own.pattern), tolerance, context)
+    corpus = getattr(base.datamodule, "corpus", None)
+    data_hash = corpus.content_hash if corpus is not None else ""
+    return Plan(tuple(arms), path, tuple(overrides), target, str(own.pattern), tolerance, context, data_hash)
 
 
 def _arm_architecture(text: str, own: Architecture) -> Architecture:
@@ -219,7 +223,7 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
 
 
 def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
-    cli = instantiate(plan.recipe, ["--config", str(_write_arm(arm, folder)), *plan.overrides])
+    cli = instantiate(plan.recipe, [*plan.overrides, "--config", str(_write_arm(arm, folder))])
     trainer: Any = cli.trainer
     trainer.callbacks.append(ProgressLines(say))
     (folder / "recipe.yaml").write_text(plan.recipe.read_text(encoding="utf-8"), encoding="utf-8")
@@ -266,8 +270,9 @@ def _write_arm(arm: Arm, folder: Path) -> Path:
 
 
 def _key(plan: Plan, arm: Arm) -> str:
-    """Names what an arm is: recipe, overrides and architecture. The folder is not part of it."""
-    content = [plan.recipe.read_text(encoding="utf-8"), list(plan.overrides), arm.architecture.to_plain()]
+    """Names what an arm is: recipe, overrides, architecture and text. The folder is not part of it."""
+    recipe = plan.recipe.read_text(encoding="utf-8")
+    content = [recipe, list(plan.overrides), arm.architecture.to_plain(), plan.data_hash]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

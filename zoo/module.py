@@ -205,17 +205,21 @@ class HybridLMModule(pl.LightningModule):
             metric.reset()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Losses document by document (or row by row, without a packing): ``nll`` in nats and ``tokens``, each [N]."""
+        """Losses by document (by row, where data has none): ``documents``, ``nll`` in nats, ``tokens``, each [N]."""
         labels, packing = batch["labels"], batch.get("packing")
         logits = self.built()(batch["input_ids"], packing=packing)
         nll = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         counted = (labels != IGNORED).flatten()
-        if packing is None:
-            return {"nll": nll.view_as(labels).sum(-1), "tokens": counted.view_as(labels).sum(-1)}
-        empty = nll.new_zeros(packing.documents)
+        documents = batch.get("documents")
+        if documents is None:
+            rows = torch.arange(labels.shape[0], device=labels.device) + batch_idx * labels.shape[0]
+            documents = rows.unsqueeze(-1).expand_as(labels)
+        names, place = documents.flatten().unique(return_inverse=True)
+        empty = nll.new_zeros(len(names))
         return {
-            "nll": empty.index_add(0, packing.document_ids, nll),
-            "tokens": empty.index_add(0, packing.document_ids, counted.to(nll.dtype)).long(),
+            "documents": names,
+            "nll": empty.index_add(0, place, nll),
+            "tokens": empty.index_add(0, place, counted.to(nll.dtype)).long(),
         }
 
     # ------------------------------------------------------------------------------------------------------ checkpoints

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 import zoo.data
 import zoo.optim  # noqa: F401
 from zoo.callbacks import RunHeader, Throughput, WritePredictions
+from zoo.checkpoint import read_checkpoint
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.pattern import misplaced_key
@@ -26,7 +27,11 @@ from zoo.run import LAST, Budget, refuse_to_overwrite
 
 
 class ZooParser(LightningArgumentParser):
-    """A parser whose errors are one message, not a page of usage."""
+    """A parser that reads no abbreviations, and whose errors are one message, not a page of usage."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        # `--budget.token 5` would otherwise be taken for budget.tokens, where the same typo in a file is refused.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         raise UserError(_shorten(message, self)) from ex
@@ -56,7 +61,12 @@ class ZooCLI(LightningCLI):
         parser.add_class_arguments(Budget, "budget")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults(
-            {"checkpoint.save_last": True, "checkpoint.save_top_k": 0, "checkpoint.every_n_train_steps": 100}
+            {
+                "checkpoint.save_last": True,
+                "checkpoint.save_top_k": 0,
+                "checkpoint.enable_version_counter": False,
+                "checkpoint.every_n_train_steps": 100,
+            }
         )
         parser.add_lightning_class_args(Throughput, "throughput")
         parser.link_arguments(
@@ -95,6 +105,10 @@ class ZooCLI(LightningCLI):
                 f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and "
                 f"trainer.max_steps ({asked}): "
                 "keep one of them; --trainer.max_steps on the command line may cut a run short"
+            )
+        if asked > (steps or 0) or asked < -1:
+            raise UserError(
+                f"--trainer.max_steps {asked}: it may only cut the {steps} steps of the budget short; raise the budget"
             )
         config.model.total_steps = steps
         if asked == -1:
@@ -170,6 +184,8 @@ def resolve_checkpoint(path: str | None, root: Path) -> None:
     wanted = root / LAST if path == "last" else Path(path)
     if not wanted.exists():
         raise UserError(f"--ckpt_path {path}: there is no {wanted}; leave the option out to train from scratch")
+    if wanted.is_file():
+        read_checkpoint(wanted)
 
 
 def _class(cls: type, **init_args: Any) -> Any:

@@ -1,5 +1,6 @@
 """A tiny run that the tests of this floor share: a few documents, two layers, a handful of steps."""
 
+import logging
 import sys
 
 import pytest
@@ -58,6 +59,8 @@ def zoo(monkeypatch, recipe, tmp_path):
 
     def run(verb, *words, root=None):
         monkeypatch.setattr(sys, "argv", ["zoo"])
+        for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
+            logging.getLogger(name).setLevel(logging.INFO)  # a comparison in the same process silences them
         folder = tmp_path / (root or "run")
         run_lightning(verb, ["--config", str(recipe), "--trainer.default_root_dir", str(folder), *words])
         return read_metrics(folder)
