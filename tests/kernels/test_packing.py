@@ -58,7 +58,7 @@ def test_any_row_of_whole_numbers_on_the_host_is_read(offsets):
         ([0], "1 offset given"),
         ([1, 5], "must start at 0, got 1; prepend 0"),
         ([-1, 5], "must start at 0, got -1"),
-        ([0, 5, 4], "never fall, but offset 1 is 5 and offset 2 is 4"),
+        ([0, 5, 4], "never fall, but offset 1 is 5 and the next is 4"),
         ([0, 2**31], "2147483648 tokens exceed the limit"),
         ([0, 5.0], "must be whole numbers, got 5.0"),
         ([0, True], "must be whole numbers, got True"),
