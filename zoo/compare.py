@@ -126,6 +126,8 @@ def make_plan(
         raise UserError(
             "compare what? Name at least one pattern: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
         )
+    if context < 1:
+        raise UserError(f"--context must be at least 1 token, got {context}")
     path = Path(recipe)
     if not path.is_file():
         raise UserError(f"no recipe at {path}; recipes are YAML files, such as recipes/tiny_text.yaml")
@@ -133,11 +135,11 @@ def make_plan(
     own: Architecture = base.model.architecture
     target = non_embedding(own)
     sized = [(text, match_parameters(_arm_architecture(text, own), target, tolerance=tolerance)) for text in patterns]
-    duplicates = {text for text in patterns if list(patterns).count(text) > 1}
-    if duplicates:
-        raise UserError(
-            f"{', '.join(sorted(duplicates))}: named twice; an arm is compared with others, not with itself"
-        )
+    names: dict[tuple[str, str], str] = {}
+    for text, match in sized:
+        same = names.setdefault((match.architecture.canonical, match.architecture.mlp), text)
+        if same != text or list(patterns).count(text) > 1:
+            raise UserError(f"{same} and {text} are one model, named twice; compare an arm with another")
     arms = []
     for text, match in sized:
         model = match.architecture.build(device="meta")
@@ -183,7 +185,10 @@ def run_plan(plan: Plan, out: str | Path, *, say: Callable[[str], None] = print)
         UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
     """
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
     results = []
     for number, arm in enumerate(plan.arms, start=1):
         folder = out / f"{number:02d}-{_file_name(arm.text)}"

@@ -8,13 +8,16 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import zoo.data
 import zoo.optim  # noqa: F401
@@ -22,8 +25,11 @@ from zoo.callbacks import RunHeader, Throughput, WritePredictions
 from zoo.checkpoint import read_checkpoint
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
+from zoo.names import near
 from zoo.pattern import misplaced_key
 from zoo.run import LAST, Budget, refuse_to_overwrite
+
+INTERRUPTED, TERMINATED = 130, 143
 
 
 class ZooParser(LightningArgumentParser):
@@ -40,9 +46,8 @@ class ZooParser(LightningArgumentParser):
 class ZooCLI(LightningCLI):
     """LightningCLI with a budget, linked sizes, and runs that are never overwritten."""
 
-    def __init__(self, args: list[str] | None, *, run: bool = True, root: str | None = None):
+    def __init__(self, args: list[str] | None, *, run: bool = True):
         self.given = list(args if args is not None else sys.argv[1:])
-        self.root = root
         super().__init__(
             HybridLMModule,
             LightningDataModule,
@@ -75,6 +80,14 @@ class ZooCLI(LightningCLI):
         parser.link_arguments("budget.batch_tokens", "data.init_args.batch_tokens")
         parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        verb = self.given[0] if self.given and hasattr(self, "_subcommand_parsers") else None
+        check_files(self.given, self._subcommand_parsers.get(verb, parser) if verb is not None else parser)
+        super().parse_arguments(parser, args)
+        seed = (self.config[verb] if verb is not None else self.config).get("seed_everything")
+        if isinstance(seed, int) and not 0 <= seed < 2**32:
+            raise UserError(f"seed_everything must lie in 0..{2**32 - 1}, got {seed}")
+
     def _parse_ckpt_path(self) -> None:
         """Leave the configuration as typed: a checkpoint that disagrees with it is refused, not obeyed in silence."""
 
@@ -88,32 +101,32 @@ class ZooCLI(LightningCLI):
             self._take_budget(config)
         elif trainer.max_steps == -1 and "subcommand" in self.config and self.config.subcommand == "fit":
             raise UserError("how long shall it train? Give budget.tokens (and the steps follow), or trainer.max_steps")
-        if trainer.logger is None or trainer.logger is True:
-            root = trainer.default_root_dir
-            trainer.logger = [_class(CSVLogger, save_dir=root, name="logs", flush_logs_every_n_steps=10)]
-            trainer.logger.append(_class(TensorBoardLogger, save_dir=root, name="tensorboard"))
+        if config.data is None:
+            raise UserError("the recipe has no data; give data.class_path, such as zoo.data.TokenData")
+        refuse_packed_true_precision(trainer.precision, config.data)
         if trainer.callbacks is None:
             trainer.callbacks = []
 
     def _take_budget(self, config: Any) -> None:
         """Steps follow from the budget; ``--trainer.max_steps`` on the command line may only cut a run short."""
-        steps = Budget(config.budget.batch_tokens, config.budget.tokens).steps
+        steps: Any = Budget(
+            config.budget.batch_tokens, config.budget.tokens
+        ).steps  # tokens are given, so it is a number
         typed = any(re.match(r"--trainer\.max_steps(=|$)", word) for word in self.given)
         asked = config.trainer.max_steps
-        if asked != -1 and not typed:
+        if asked not in (-1, steps) and not typed:  # a run's own config.yaml holds the steps that followed
             raise UserError(
                 f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and "
                 f"trainer.max_steps ({asked}): "
                 "keep one of them; --trainer.max_steps on the command line may cut a run short"
             )
-        if asked > (steps or 0) or asked < -1:
+        if asked > steps or asked < -1 or asked == 0:
             raise UserError(
                 f"--trainer.max_steps {asked}: it may only cut the {steps} steps of the budget short; raise the budget"
             )
         config.model.total_steps = steps
-        if asked == -1:
-            config.trainer.max_steps = steps
-        else:
+        config.trainer.max_steps = steps if asked == -1 else asked
+        if asked not in (-1, steps):
             print(
                 f"cut short: {asked} of {steps} steps (--trainer.max_steps); the schedule stays that of the whole run"
             )
@@ -128,8 +141,16 @@ class ZooCLI(LightningCLI):
             raise UserError(_shorten(str(error), self.parser)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        settings = self._get(self.config_init, "trainer")
+        if settings.logger is None or settings.logger is True:
+            # Made here and not in the configuration: a saved one, trained from again, would log into the old folder.
+            root = settings.default_root_dir
+            csv = CSVLogger(root, name="logs", flush_logs_every_n_steps=10)
+            kwargs["logger"] = [csv, TensorBoardLogger(root, name="tensorboard")]
         trainer: Any = super().instantiate_trainer(**kwargs)
-        trainer.callbacks += [RunHeader(), WritePredictions(), LearningRateMonitor(logging_interval="step")]
+        trainer.callbacks += [RunHeader(), WritePredictions()]
+        if trainer.logger is not None:
+            trainer.callbacks.append(LearningRateMonitor(logging_interval="step"))
         return trainer
 
     # --------------------------------------------------------------------------------------------------- before the run
@@ -168,9 +189,10 @@ class SaveRun(SaveConfigCallback):
 
     def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         config = self.config[self.config.subcommand] if "subcommand" in self.config else self.config
-        written = [Path(os.fspath(path)).read_text(encoding="utf-8") for path in config.get("config") or []]
-        if written and self.folder is not None:
-            Path(self.folder, "recipe.yaml").write_text("".join(written), encoding="utf-8")
+        for number, path in enumerate(config.get("config") or [] if self.folder is not None else [], start=1):
+            name = "recipe.yaml" if number == 1 else f"recipe.{number}.yaml"
+            written = Path(os.fspath(path)).read_text(encoding="utf-8")
+            Path(str(self.folder), name).write_text(written, encoding="utf-8")
 
 
 def resolve_checkpoint(path: str | None, root: Path) -> None:
@@ -179,8 +201,10 @@ def resolve_checkpoint(path: str | None, root: Path) -> None:
     Raises:
         UserError: it does not.
     """
-    if path is None or path in ("best", "hpc", "registry"):
+    if path is None:
         return
+    if path in ("best", "hpc", "registry"):
+        raise UserError(f"--ckpt_path {path} means nothing to a new process; give last, or the checkpoint's file")
     wanted = root / LAST if path == "last" else Path(path)
     if not wanted.exists():
         raise UserError(f"--ckpt_path {path}: there is no {wanted}; leave the option out to train from scratch")
@@ -188,10 +212,43 @@ def resolve_checkpoint(path: str | None, root: Path) -> None:
         read_checkpoint(wanted)
 
 
-def _class(cls: type, **init_args: Any) -> Any:
-    from jsonargparse import Namespace
+def check_files(words: Sequence[str], parser: LightningArgumentParser) -> None:
+    """Refuse recipe files that are no recipes, before their settings are read.
 
-    return Namespace(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=Namespace(**init_args))
+    Raises:
+        UserError: a file that is missing, empty or no YAML mapping; a top-level key that is none, with the nearest.
+    """
+    known = sorted({action.dest.split(".")[0] for action in parser._actions} - {"help", "print_config"})
+    for place, word in enumerate(words):
+        name, sign, value = word.partition("=")
+        if name not in ("--config", "-c") or not (sign or place + 1 < len(words)):
+            continue
+        path = Path(value if sign else words[place + 1])
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"recipe {path} cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"recipe {path} is not valid YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"recipe {path} holds no settings; a recipe has the keys budget, model, data and trainer")
+        for key in content:
+            if key not in known:
+                listed = f"Keys: {' '.join(known)}."
+                raise UserError(f"recipe {path} has an unknown key '{key}'{near(str(key), known)}\n{listed}")
+
+
+def refuse_packed_true_precision(precision: Any, data: Any) -> None:
+    """Lightning's "true" precisions look into every batch and stop at a packing; say so before anything is built.
+
+    Raises:
+        UserError: naming the precision and two ways out.
+    """
+    if str(precision) in ("bf16-true", "16-true", "64-true", "64") and data.init_args.get("doc_mask", False):
+        raise UserError(
+            f"trainer.precision {precision} cannot carry packed documents yet; take bf16-mixed or 32-true, or set "
+            "data.init_args.doc_mask to false"
+        )
 
 
 HELP_LINE = "`zoo fit --help` lists every setting."
@@ -229,6 +286,19 @@ def _with_near(text: str, parser: LightningArgumentParser) -> str:
     close = difflib.get_close_matches(key[1], known, n=1, cutoff=0.75) if key and "id you mean" not in text else []
     hint = f" Did you mean {close[0]}?" if close and key and close[0] != key[1] else ""
     return f"{text.rstrip('.')}.{hint} {HELP_LINE}"
+
+
+def stop_status(stop: SystemExit) -> int | None:
+    """The exit status of a run that a signal ended, 128 and the signal as schedulers know it; None for any other exit.
+
+    Lightning turns Ctrl-C into an exit with 1, and SIGTERM into one with 0, which would read as success.
+    """
+    if isinstance(stop, SIGTERMException):
+        return TERMINATED
+    if isinstance(stop.__context__, KeyboardInterrupt):
+        print("interrupted; what the last checkpoint holds is kept", file=sys.stderr)
+        return INTERRUPTED
+    return None
 
 
 def quiet(*, greetings: bool = True) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from zoo import __version__
 from zoo.compare import Plan, Result, instantiate, plain_result, write_json
+from zoo.data.tokenizer import ByteTokenizer
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 from zoo.plot import draw_curves
 
@@ -70,10 +71,12 @@ def text_entropies(plan: Plan) -> dict[str, float]:
     anything.
 
     Returns:
-        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no text.
+        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no
+        text, or its tokens are no bytes.
     """
     data = instantiate(plan.recipe, plan.overrides).datamodule
-    if not hasattr(data, "eval_text"):
+    # Only where a token is a byte are its bits per token bits per byte.
+    if not hasattr(data, "eval_text") or data.tokenizer.identity != ByteTokenizer.identity:
         return {}
     ids = data.eval_text("val")
     return {"unigram": unigram_entropy(ids), "bigram": bigram_conditional_entropy(ids)}

@@ -143,3 +143,11 @@ def test_the_arms_of_the_demo_agree_within_a_percent():
     assert all(abs(arm.deviation) <= 0.01 for arm in plan.arms)
     assert plan.arms[1].deviation == 0  # the recipe's own model is the measure
     assert all(arm.non_embedding == pytest.approx(plan.reference, rel=0.01) for arm in plan.arms)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_explain_counts_the_model_that_the_recipe_trains(path, capsys):
+    trained = ZooCLI(["--config", str(path), "--trainer.accelerator", "cpu"], run=False).model
+    assert main(["explain", "--recipe", str(path), "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{trained.architecture.build(device='meta').parameter_counts().total}" in shown.replace(",", "")

@@ -8,6 +8,7 @@ import pytest
 
 from zoo.architecture import settle
 from zoo.budget import match_parameters, non_embedding
+from zoo.checkpoint import load_model
 from zoo.cli import main
 from zoo.errors import UserError
 
@@ -141,6 +142,8 @@ def test_an_arm_that_runs_out_of_memory_is_reported_and_the_others_finish(compar
     [
         (["GND"], "unknown mixer 'GND'"),
         (["GA", "GA"], "named twice"),
+        (["GA", "ga"], "GA and ga are one model"),
+        (["GA", "--context", "0"], "--context must be at least 1 token"),
         (["GA/none"], "no layer has an MLP"),
         (["GA", "--tol", "big"], "--tol big"),
         (["GA", "--set", "budget"], "write KEY=VALUE"),
@@ -153,6 +156,22 @@ def test_wrong_input_is_named_before_anything_trains(compare, tmp_path, capsys, 
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert not (tmp_path / "compared").exists()
+
+
+def test_an_arms_own_settings_win_over_those_for_all(compare, tmp_path):
+    assert compare("GA", "GDN,SWA", "--set", "model.d_ff=40", "--set", "model.n_layers=2") == 0
+    for number, arm in ((1, "GA"), (2, "GDN")):
+        (folder,) = (tmp_path / "compared").glob(f"{number:02d}-*")
+        trained = load_model(folder).architecture
+        assert trained.layers[0].mixer == arm
+        assert read(tmp_path)["arms"][number - 1]["arm"]["architecture"]["d_ff"] == trained.d_ff
+
+
+def test_another_text_is_another_comparison(compare, text, capsys):
+    compare("GA")
+    (text / "new.txt").write_text("something that was not there", encoding="utf-8")
+    assert compare("GA") == 2
+    assert "another comparison" in capsys.readouterr().err
 
 
 def test_a_missing_recipe_is_named(tmp_path, capsys):

@@ -20,7 +20,7 @@ SOURCE_ROOTS = (ROOT, ROOT / "layers", ROOT / "kernels")
 # Distribution -> what it is imported as, where the names differ.
 IMPORTED_AS = {"pyyaml": "yaml"}
 # Imported for nothing but what jsonargparse or Lightning do with it.
-NEVER_IMPORTED_BY_US = {"omegaconf", "tensorboard", "safetensors"}
+NEVER_IMPORTED_BY_US = {"jsonargparse", "omegaconf", "tensorboard"}
 
 # ------------------------------------------------------------------------------------------------ where much is missing
 # Runs commands in one process, as a user would one after another, and prints what became of each.

@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zoo.checkpoint import load_model
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
+from zoo.recipe import stop_status
 from zoo.run import read_metrics
 
 
@@ -148,6 +150,12 @@ def test_a_task_trains_by_the_same_command_and_reports_accuracy(zoo):
         (["--model.lr_scheduler.init_args.warmup_steps", "9"], "9 warm-up steps do not fit into a run of 6 steps"),
         (["--ckpt_path", "last"], "there is no .*last.ckpt; leave the option out to train from scratch"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--ckpt_path", "best"], "means nothing to a new process"),
+        (["--seed_everything", "-1"], "seed_everything must lie in 0"),
+        (["--budget.token", "5"], r"Did you mean budget\.tokens\?"),
+        (["--trainer.max_steps", "0"], "it may only cut the 6 steps"),
+        (["--trainer.max_steps", "7"], "it may only cut the 6 steps"),
+        (["--trainer.precision", "bf16-true"], "cannot carry packed documents yet"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -156,6 +164,30 @@ def test_wrong_input_is_named_in_one_message_and_nothing_is_trained(zoo, tmp_pat
         zoo("fit", *words)
     assert len(str(caught.value)) < 600
     assert not list(tmp_path.glob("run/*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("budgt: {tokens: 5, batch_tokens: 32}", r"unknown key 'budgt'; did you mean 'budget'\?"),
+        ("", "holds no settings"),
+        ("model: [", "is not valid YAML"),
+    ],
+    ids=["a misspelt key", "an empty file", "no YAML"],
+)
+def test_a_file_that_is_no_recipe_is_named(zoo, tmp_path, content, message):
+    path = tmp_path / "second.yaml"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message) as caught:
+        zoo("fit", "--config", str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_runs_own_configuration_trains_the_run_again(zoo, recipe, tmp_path):
+    first = losses(zoo("fit"))
+    (written,) = (tmp_path / "run").glob("logs/version_0/config.yaml")
+    recipe.write_text(written.read_text(encoding="utf-8"), encoding="utf-8")
+    assert losses(zoo("fit", root="again")) == first
 
 
 def test_a_recipe_with_tokens_and_steps_is_refused(zoo, recipe):
@@ -241,3 +273,12 @@ def test_print_config_prints_and_trains_nothing(zoo, capsys, tmp_path):
     assert stop.value.code in (0, None)
     assert "pattern: GDN,SWA" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_has_its_own_exit_status_and_other_exits_keep_theirs(capsys):
+    ctrl_c = SystemExit(1)
+    ctrl_c.__context__ = KeyboardInterrupt()  # as Lightning leaves it
+    assert stop_status(ctrl_c) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert stop_status(SIGTERMException()) == 143
+    assert stop_status(SystemExit(1)) is None

@@ -69,6 +69,10 @@ class TaskData(LightningDataModule):
         self._eval: dict[str, TaskRows] = {}
         self.overlap: dict[str, int] = {}
 
+    def __str__(self) -> str:
+        # Lightning's own asks every loader for a dataset, which ours do not have.
+        return f"TaskData({self.task!r}, seq_len={self.seq_len}, batch_tokens={self.batch_tokens})"
+
     def setup(self, stage: str | None = None) -> None:
         """Draw the rows that the stage evaluates; refuse a model with a smaller vocabulary."""
         check_vocabulary(self.trainer, self.vocab_size, f"the task {self.task.name}")

@@ -110,6 +110,10 @@ class TokenData(LightningDataModule):
         """Refuse a source that is not there before any rank reads."""
         check_source(self.source)
 
+    def __str__(self) -> str:
+        # Lightning's own asks every loader for a dataset, which ours do not have.
+        return f"TokenData({self.source!r}, seq_len={self.seq_len}, batch_tokens={self.batch_tokens})"
+
     def setup(self, stage: str | None = None) -> None:
         """Read, split and encode the text, once per process; refuse a model with a smaller vocabulary."""
         del stage  # every stage reads the same text

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "train several patterns under one budget: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Enter the verb's options."""
@@ -32,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the arms, print the table, write the report. Exits with 1 if an arm failed."""
     from zoo.compare import make_plan, run_plan
     from zoo.errors import UserError
-    from zoo.recipe import quiet
+    from zoo.recipe import quiet, stop_status
     from zoo.report import print_table, text_entropies, write_report
 
     quiet(greetings=False)
@@ -44,7 +42,13 @@ def run(args: argparse.Namespace) -> int:
     print(plan.held)
     out = Path(args.out) if args.out else Path("runs") / f"compare-{Path(args.recipe).stem}"
     entropies = text_entropies(plan)
-    results = run_plan(plan, out)
+    try:
+        results = run_plan(plan, out)
+    except SystemExit as stop:
+        status = stop_status(stop)
+        if status is None:
+            raise
+        return status
     files = write_report(plan, results, out, entropies)
     print()
     print_table(plan, results, entropies)

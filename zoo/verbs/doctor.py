@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "what this installation can do, and why not the rest"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """There are none."""

@@ -134,6 +134,11 @@ def _vocabulary(path: Path, recipe: dict[str, Any]) -> int | None:
     options = (data.get("init_args") or {}) if isinstance(data, dict) else {}
     if str((data or {}).get("class_path", "")).endswith("TokenData") and options.get("tokenizer", "byte") == "byte":
         return _BYTES
+    if str((data or {}).get("class_path", "")).endswith("TaskData"):
+        from zoo.data.tasks import make_task
+
+        task = make_task(options.get("task", "overwrite"), options.get("profile"), options.get("options"))
+        return task.vocab_size
     return options.get("vocab_size")
 
 

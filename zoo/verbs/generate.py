@@ -7,8 +7,6 @@ import sys
 
 from zoo.errors import UserError
 
-HELP = "continue a text: zoo generate --ckpt runs/tiny_text --prompt 'def '"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Enter the verb's options."""
@@ -34,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from zoo.data.tokenizer import load_tokenizer
     from zoo.generate import generate
 
+    if args.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"--device {args.device}: give cpu, cuda, or one GPU such as cuda:1")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {args.device}: no CUDA device is available here; leave the option out for the CPU")
     loaded = load_model(args.ckpt, device=args.device)

@@ -7,9 +7,7 @@ import sys
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from zoo.errors import UserError
-from zoo.recipe import ZooCLI, quiet
-
-INTERRUPTED, TERMINATED = 130, 143  # exit statuses that schedulers know: 128 and the signal
+from zoo.recipe import ZooCLI, quiet, stop_status
 
 
 def run_lightning(verb: str, argv: list[str]) -> int:
@@ -17,14 +15,14 @@ def run_lightning(verb: str, argv: list[str]) -> int:
     quiet()
     sys.argv[1:] = [verb, *argv]  # Lightning starts the processes of further devices from it
     try:
-        cli = ZooCLI(None)
+        ZooCLI(None)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"{error.strerror or error}: {error.filename or 'the run'}") from error
     except SystemExit as stop:
-        if not isinstance(stop.__context__, KeyboardInterrupt):
+        status = stop_status(stop)
+        if status is None:
             raise
-        print("interrupted; go on from the last checkpoint with --ckpt_path last", file=sys.stderr)
-        return INTERRUPTED
-    return TERMINATED if cli.trainer.received_sigterm else 0
+        return status
+    return 0
