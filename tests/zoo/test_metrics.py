@@ -107,13 +107,13 @@ def test_scores_equal_counting_by_hand(dice):
 
     expected = {}
     for prefix, chosen in [("", labels != -100), ("some/", mask & (labels != -100))]:
-        rows = [(answers[i][chosen[i]] == labels[i][chosen[i]]).float() for i in range(40) if chosen[i].any()]
+        rows = [(answers[i][chosen[i]] == labels[i][chosen[i]]).double() for i in range(40) if chosen[i].any()]
         expected[f"{prefix}accuracy"] = torch.cat(rows).mean().item()
         expected[f"{prefix}row_accuracy"] = np.mean([row.mean().item() for row in rows])
         expected[f"{prefix}exact"] = np.mean([row.min().item() for row in rows])
     expected["scaled_accuracy"] = (expected["accuracy"] - 1 / 3) / (2 / 3)
     known = (labels != -100) & (stale != -100)
-    expected["stale_rate"] = (answers[known] == stale[known]).float().mean().item()
+    expected["stale_rate"] = (answers[known] == stale[known]).double().mean().item()
     assert values == pytest.approx(expected, rel=1e-6)
 
 
