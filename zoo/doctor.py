@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.attention import attention
 from zoo_kernels.backend import explain, observe
 from zoo_kernels.conv import short_conv
-from zoo_kernels.delta import delta_rule
+from zoo_kernels.delta import delta_rule, delta_step
+from zoo_kernels.norm import gated_rms_norm, l2_norm, rms_norm
 from zoo_layers.conformance import REFERENCE
 from zoo_layers.mixer import broken, registered
 
@@ -31,12 +32,12 @@ PACKAGES = {
     "triton": "compiles kernels for GPUs (optional: the PyTorch backends serve without it)",
     "lightning": "fit, validate, test, predict",
     "tokenizers": "tokenizers other than bytes (optional)",
-    "flash_attn": "attention (optional; no backend here uses it yet)",
+    "flash_attn": "attention (optional: 2.x is the backend flash2, flash-attn-4 the backend flash4)",
 }
 C_COMPILERS = ("cc", "gcc", "clang")
 # Longer than a chunk of the delta rule and than the window, and a multiple of neither, so that every path is taken.
 TOKENS, WINDOW = 150, 64
-GATES = ("log_decay", "beta")
+WIDE = ("log_decay", "beta", "initial_state")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ def probe(name: str) -> str:
         return f"installed, but does not import ({_in_short(error)})"
     try:
         return version(name.replace("_", "-"))
-    except PackageNotFoundError:
-        return "importable, version unknown"
+    except PackageNotFoundError:  # a folder that a package of another name fills, as flash-attn-4 does flash_attn
+        owners = sorted(set(packages_distributions().get(name, ())))
+        return ", ".join(f"{owner} {version(owner)}" for owner in owners) or "importable, version unknown"
 
 
 def _compilers() -> Iterator[Row]:
@@ -143,12 +145,14 @@ class Trial:
         name: what sets this trial of the op apart from others.
         operands: draws them in float64 from a generator, under the names of the op's parameters.
         run: (operands, backend) -> outputs, under the names of :mod:`zoo_kernels.accuracy`.
+        learns: whether the op has gradients, to be tried too.
     """
 
     op: str
     name: str
     operands: Callable[[torch.Generator], dict[str, Tensor]]
     run: Callable[[dict[str, Tensor], str | None], dict[str, Tensor]]
+    learns: bool = True
 
 
 def _ops() -> Iterator[Row]:
@@ -181,8 +185,8 @@ def examine_op(trial: Trial, device: str, dtype: torch.dtype) -> Iterator[Row]:
 def _errors(trial: Trial, device: str, dtype: torch.dtype) -> dict[str, float]:
     """The relative error of each output and gradient of the chosen backend; the truth is the CPU's, in float64."""
     drawn = trial.operands(torch.Generator().manual_seed(0))
-    # Gates are fp32 in every precision, as the layers give them.
-    given = {name: x.to(device, torch.float32 if name in GATES else dtype) for name, x in drawn.items()}
+    # Gates and states are fp32 in every precision, as the layers give them.
+    given = {name: x.to(device, torch.float32 if name in WIDE else dtype) for name, x in drawn.items()}
     got, upstream = _results(trial, given, None)
     given, upstream = ({name: x.cpu().double() for name, x in tensors.items()} for tensors in (given, upstream))
     exact, _ = _results(trial, given, REFERENCE[trial.op], upstream)
@@ -193,8 +197,10 @@ def _results(
     trial: Trial, operands: dict[str, Tensor], backend: str | None, upstream: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs and gradients by name, and what was propagated back: ``upstream``, or else the outputs themselves."""
-    leaves = {name: x.clone().requires_grad_() for name, x in operands.items()}
+    leaves = {name: x.clone().requires_grad_(trial.learns) for name, x in operands.items()}
     outputs = trial.run(leaves, backend)
+    if not trial.learns:
+        return outputs, {}
     upstream = upstream or {name: y.detach() for name, y in outputs.items()}
     found = torch.autograd.grad(list(outputs.values()), list(leaves.values()), [upstream[name] for name in outputs])
     return {**outputs, **{f"d{name}": gradient for name, gradient in zip(leaves, found)}}, upstream
@@ -210,6 +216,18 @@ def _delta(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor
     q, k, v, log_decay, beta = (operands[name] for name in ("q", "k", "v", "log_decay", "beta"))
     y, last_state = delta_rule(q, k, v, log_decay=log_decay, beta=beta, backend=backend)
     return {"y": y, "last_state": last_state}
+
+
+def _step_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    state = torch.randn(1, 2, 64, 64, generator=draw, dtype=torch.float64)
+    return {**{name: x[:, :4] for name, x in _delta_operands(draw).items()}, "initial_state": state}
+
+
+def _step(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    q, k, v, log_decay, beta = (operands[name] for name in ("q", "k", "v", "log_decay", "beta"))
+    state = operands["initial_state"].clone()
+    y = delta_step(q, k, v, state, log_decay=log_decay, beta=beta, backend=backend)
+    return {"y": y, "last_state": state}
 
 
 def _attention_operands(draw: torch.Generator) -> dict[str, Tensor]:
@@ -231,11 +249,28 @@ def _conv(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]
     return {"y": y, "last_state": last_state}
 
 
+def _norm_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    x = torch.randn(1, TOKENS, 128, generator=draw, dtype=torch.float64)
+    return {"x": x, "weight": torch.randn(64, generator=draw, dtype=torch.float64)}
+
+
+def _norm(operands: dict[str, Tensor], backend: str | None, kind: str) -> dict[str, Tensor]:
+    # Slices of one tensor, as layers give them. L2 gets a weight: upstream of itself, its gradient would be nearly 0.
+    (x, gate), weight = operands["x"].chunk(2, dim=-1), operands["weight"]
+    if kind == "gated":
+        return {"y": gated_rms_norm(x, weight, gate, backend=backend)}
+    return {"y": weight * (rms_norm(x, weight, backend=backend) if kind == "rms" else l2_norm(x, backend=backend))}
+
+
 TRIALS = (
     Trial("delta_rule", "", _delta_operands, _delta),
+    Trial("delta_step", "", _step_operands, _step, learns=False),
     Trial("attention", "full", _attention_operands, partial(_attention, window=None)),
     Trial("attention", f"window {WINDOW}", _attention_operands, partial(_attention, window=WINDOW)),
     Trial("short_conv", "", _conv_operands, _conv),
+    Trial("rms_norm", "", _norm_operands, partial(_norm, kind="rms")),
+    Trial("gated_rms_norm", "", _norm_operands, partial(_norm, kind="gated")),
+    Trial("l2_norm", "", _norm_operands, partial(_norm, kind="l2")),
 )
 
 

@@ -25,6 +25,12 @@ class Backend(Protocol):
         ...
 
 
+def declines(backend: Backend, call: Any) -> str | None:
+    """Why a backend that could serve ``call`` does so only when it is named: what its method ``declines`` says."""
+    reason = getattr(backend, "declines", None)
+    return None if reason is None else reason(call)
+
+
 # Set for a stretch of code by prefer() and observe(), for the whole process and not for one context: checkpointing runs
 # the forward again in autograd's own threads, and torch.compile cannot read a ContextVar.
 _PREFERRED: dict[str, str] = {}
@@ -70,6 +76,11 @@ def prefer(named: Mapping[str, str]) -> Iterator[None]:
         _PREFERRED.update(outer)
 
 
+def preferred(op: str) -> str | None:
+    """The backend that :func:`prefer` names for ``op`` here."""
+    return _PREFERRED.get(op)
+
+
 @contextmanager
 def observe(see: Callable[[str, Any, str], None]) -> Iterator[None]:
     """Inside, ``see(op, call, backend)`` is told of every choice, just before the call runs: to count, to explain."""
@@ -87,7 +98,7 @@ def choose(op: str, call: Any, named: str | None = None) -> Backend:
         ValueError: no backend has that name; the named one cannot serve, with its reason; or none serves, with all
             reasons.
     """
-    chosen = _choose(op, call, named if named is not None else _PREFERRED.get(op))
+    chosen = _choose(op, call, named if named is not None else preferred(op))
     for see in _OBSERVERS:
         see(op, call, chosen.name)
     return chosen
@@ -106,7 +117,7 @@ def _choose(op: str, call: Any, named: str | None) -> Backend:
         return known[named]
     reasons = []
     for backend in table:
-        reason = backend.serves(call)
+        reason = backend.serves(call) or declines(backend, call)
         if reason is None:
             return backend
         reasons.append(f"{backend.name}: {reason}")
@@ -120,6 +131,8 @@ def explain(op: str, call: Any) -> list[tuple[str, str]]:
         reason = backend.serves(call)
         if reason is not None:
             rows.append((backend.name, reason))
+        elif (reason := declines(backend, call)) is not None:
+            rows.append((backend.name, f"could serve: {reason}"))
         else:
             rows.append((backend.name, "could serve" if chosen else "chosen"))
             chosen = True

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zoo_kernels import backend as table
+from zoo_kernels import backend as backends
+from zoo_kernels.device import Absent, triton_missing
 from zoo_kernels.packing import Packing, as_packing
 
 MAX_WIDTH = 8
@@ -55,7 +56,7 @@ def short_conv(
         initial_state: [N, W - 1, C], the inputs before the first token, oldest first. None: zeros.
         packing: where packed documents begin and end; then B is 1 and N the number of documents.
         activation: None or "silu".
-        backend: "torch" or "reference". None: the op chooses.
+        backend: "triton", "torch" or "reference". None: the op chooses.
 
     Returns:
         y [B, T, C] and the last state [N, W - 1, C], both in x's dtype, under autocast too. Sums are fp32 (float64 for
@@ -65,7 +66,7 @@ def short_conv(
         ValueError: shapes or offsets that disagree, a width outside 1..8, an unknown activation.
     """
     call = _checked(x, weight, bias, initial_state, packing, activation)
-    return table.choose("short_conv", call, backend).run(call)
+    return backends.choose("short_conv", call, backend).run(call)
 
 
 def short_conv_reference(
@@ -247,4 +248,13 @@ def _checked(
     return call
 
 
-table.provide("short_conv", lambda: [_Torch(), _Reference()])
+def _table() -> list[backends.Backend]:
+    portable: list[backends.Backend] = [_Torch(), _Reference()]
+    if triton_missing() is not None:
+        return [Absent(), *portable]
+    from zoo_kernels.conv_triton import Triton
+
+    return [Triton(), *portable]
+
+
+backends.provide("short_conv", _table)

@@ -22,12 +22,14 @@ class Packing:
     Attributes:
         offsets: N + 1 host integers, from 0 to T, never falling. Document ``n`` is ``offsets[n]:offsets[n + 1]`` and
             may be empty.
+        host_offsets: the same numbers, int64 [N + 1], on the host.
         cu_seqlens: the same numbers, int32 [N + 1], on the device of the batch.
         chunk_table: int32 [chunks, 2], the (document, chunk inside it) of every chunk of ``CHUNK`` tokens, on the
             device.
     """
 
     offsets: tuple[int, ...]
+    host_offsets: Tensor
     cu_seqlens: Tensor
     chunk_table: Tensor
 
@@ -54,6 +56,7 @@ class Packing:
         table = [(n, c) for n, (a, b) in enumerate(pairwise(offsets)) for c in range(-(-(b - a) // CHUNK))]
         return cls(
             offsets=offsets,
+            host_offsets=torch.tensor(offsets, dtype=torch.int64),
             cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
             chunk_table=torch.tensor(table, dtype=torch.int32).reshape(-1, 2),
         )
@@ -61,7 +64,7 @@ class Packing:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Packing:
         """Copy the device tables; Lightning calls this when it moves a batch."""
         move = {"device": device, "non_blocking": non_blocking}
-        return Packing(self.offsets, self.cu_seqlens.to(**move), self.chunk_table.to(**move))
+        return Packing(self.offsets, self.host_offsets, self.cu_seqlens.to(**move), self.chunk_table.to(**move))
 
     @property
     def documents(self) -> int:

@@ -27,7 +27,12 @@ from zoo_layers.attention import mean_context
 from zoo_layers.mixer import MixerCache, MixerSpec, Option, SpecError, TokenMixer
 
 # The truth of each op: the backend that all others are compared with.
-REFERENCE = {"delta_rule": "recurrent", "attention": "math", "short_conv": "reference"}
+REFERENCE = {
+    "delta_rule": "recurrent",
+    "delta_step": "torch",
+    "attention": "math",
+    **dict.fromkeys(("short_conv", "rms_norm", "gated_rms_norm", "l2_norm"), "reference"),
+}
 
 
 class ConformanceError(AssertionError):

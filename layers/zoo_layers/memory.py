@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo_kernels.conv import short_conv
-from zoo_kernels.delta import delta_rule
+from zoo_kernels.delta import delta_rule, delta_step
+from zoo_kernels.delta.step import decodes
 from zoo_kernels.norm import l1_norm, l2_norm
 from zoo_kernels.packing import Packing
 from zoo_layers import init
@@ -169,6 +170,10 @@ class MemoryMixer(TokenMixer):
         scale: float | None = None,
     ) -> Tensor:
         """Run ``delta_rule`` from the cache's memory and leave the last one there; called last. y [B, T, HV, V]."""
+        if cache is not None and not cache.fresh and packing is None and decodes(q, k, v, log_decay, beta):
+            y = delta_step(q, k, v, cache["state"], log_decay=log_decay, beta=beta, scale=scale)  # in place
+            cache.advance(q.shape[1])
+            return y
         before = None if cache is None or cache.fresh else cache["state"]
         y, state = delta_rule(
             q, k, v, log_decay=log_decay, beta=beta, initial_state=before, packing=packing, scale=scale

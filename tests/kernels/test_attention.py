@@ -347,7 +347,9 @@ def test_a_named_backend_that_cannot_serve_says_why():
         attention(*inputs, window=3, backend="sdpa")
     with pytest.raises(ValueError, match=r"'sdpa' cannot serve this call: documents of different lengths"):
         attention(*inputs, packing=[0, 3, 8], backend="sdpa")
-    with pytest.raises(ValueError, match=r"no backend is called 'flash9'; there are sdpa, varlen, blocks, math"):
+    with pytest.raises(
+        ValueError, match=r"no backend is called 'flash9'; there are sdpa, varlen, flash4, flash2, blocks, math"
+    ):
         attention(*inputs, backend="flash9")
 
 
@@ -393,7 +395,8 @@ def test_every_backend_that_serves_on_cuda_equals_a_dense_softmax(seed, dtype):
     if dtype in HALF:
         assert {"varlen", "blocks", "math"} <= set(names)
     for name in [None, *names]:
-        check_against_truth(inputs, window, packing, name)
+        if name != "flash4":  # compiles for seconds for each of these shapes; test_attention_flash.py chooses a few
+            check_against_truth(inputs, window, packing, name)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ from zoo_kernels.accuracy import limit
 from zoo_kernels.backend import backends
 from zoo_kernels.delta import delta_rule
 
-BACKENDS = [backend.name for backend in backends("delta_rule")]
+# Kernels serve no float64; test_the_kernels_read_the_toy_too tries them in fp32.
+KERNELS = ("triton", "fused_recurrent")
+BACKENDS = [backend.name for backend in backends("delta_rule") if backend.name not in KERNELS]
 KEYS = {"orthonormal": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), "oblique": ((1.0, 0.0, 0.0), (0.6, 0.8, 0.0))}
 # rule: (decay per write, one number or one per channel; beta; reads of k1 and k2 by kind of keys).
 # The writes: 5 under k1, 7 under k2, 9 under k1.
@@ -47,6 +49,14 @@ def toy(rule: str, keys: str, *, silent: int = 0, dtype: torch.dtype = torch.flo
 def check(y: torch.Tensor, rule: str, keys: str, dtype: torch.dtype) -> None:
     expected = torch.tensor(TOY[rule][2][keys], dtype=torch.float64)
     assert torch.allclose(y[0, -2:, 0, 0].double(), expected, rtol=limit("y", dtype), atol=0), y[0, -2:, 0, 0]
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(("rule", "keys"), ROWS)
+def test_the_kernels_read_the_toy_too(rule, keys, backend):
+    (q, k, v), gates = toy(rule, keys, dtype=torch.float32)
+    y, _ = delta_rule(q, k, v, **gates, scale=1.0, backend=backend)
+    check(y, rule, keys, torch.float32)
 
 
 # 0.6 and 0.8 are no bf16 numbers.

@@ -6,10 +6,17 @@ from functools import partial
 import pytest
 import torch
 
+from zoo_kernels import backend as table
 from zoo_kernels import norm
 from zoo_kernels.accuracy import limit, relative_error
+from zoo_kernels.device import missing
 
 ON_CPU = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+INTERPRETED = pytest.mark.skipif(missing(CPU) is not None, reason=str(missing(CPU)))
+# Kernels are interpreted here, which truncates to bf16.
+TRIED = [("torch", dtype) for dtype in ON_CPU]
+TRIED += [pytest.param("triton", dtype, marks=INTERPRETED) for dtype in (torch.float32, torch.float16)]
 # name -> (fast, reference, takes a weight, takes a gate); a new normalisation adds its line here.
 ROWS = {"rms": (norm.rms_norm, norm.rms_norm_reference, True, False)}
 ROWS["l2"] = (norm.l2_norm, norm.l2_norm_reference, False, False)
@@ -21,6 +28,11 @@ for activation in norm.ACTIVATIONS:
             name = f"gated {activation}{' first' if first else ''} {groups}"
             pair = (norm.gated_rms_norm, norm.gated_rms_norm_reference)
             ROWS[name] = (*(partial(function, **options) for function in pair), True, True)
+
+
+def on(backend):
+    """Inside, every normalisation runs on that backend."""
+    return table.prefer(dict.fromkeys(("rms_norm", "gated_rms_norm", "l2_norm"), backend))
 
 
 def test_no_normalisation_is_left_out():
@@ -64,11 +76,12 @@ def check(row, inputs):
         assert relative_error(one, other) < limit("dx", dtype)
 
 
-@pytest.mark.parametrize("dtype", ON_CPU, ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), TRIED, ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_it_equals_its_formula_in_output_and_each_gradient(name, dtype):
-    for seed in range(6):
-        check(ROWS[name], draw(ROWS[name], seed, dtype))
+def test_it_equals_its_formula_in_output_and_each_gradient(name, backend, dtype):
+    with on(backend):
+        for seed in range(6):
+            check(ROWS[name], draw(ROWS[name], seed, dtype))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -80,16 +93,17 @@ def test_gradcheck_holds_in_float64(name):
     assert torch.autograd.gradcheck(fast, inputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), TRIED[1:], ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_zeros_and_rows_that_cancel_stay_finite(name, dtype):
+def test_rows_of_zeros_and_rows_that_cancel_stay_finite(name, backend, dtype):
     fast, _, weighted, gated = ROWS[name]
     x = torch.zeros(3, 6, dtype=dtype)
     x[1] = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.5, -0.5])
     x[2] = torch.tensor([1e4, -1e4, 1e4, -1e4, 1e4, -1e4])  # the squares pass the range of float16
     inputs = [x, *([torch.ones(6, dtype=dtype)] if weighted else []), *([torch.ones_like(x)] if gated else [])]
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    y = fast(*inputs)
+    with on(backend):
+        y = fast(*inputs)
     assert y.isfinite().all()
     assert not y[0].any()
     for gradient in torch.autograd.grad(y.sum(), inputs):

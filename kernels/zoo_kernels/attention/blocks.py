@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo_kernels.attention.call import AttentionCall, one_head_size
+from zoo_kernels.attention.choice import Ranked
 from zoo_kernels.attention.sdpa import causal, causal_refusal, masked
 from zoo_kernels.packing import Packing
 
 MIN_BLOCK = 32  # queries per block where the window is small
 
 
-class Blocks:
+class Blocks(Ranked):
     """Documents of similar length are laid side by side as rows; rows longer than the window are folded into blocks.
 
     Short documents are lengthened at their end, where causality hides it, with their own last token, so that nothing of

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo_kernels.device import constant
 from zoo_kernels.packing import Packing
 
 
@@ -45,15 +47,36 @@ def one_kv_head_per_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     return k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
 
 
-def one_head_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lengthen D and Dv with zeros to one size, on CUDA to a multiple of 8, as the kernels ask.
+def one_head_size(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """Lengthen D and Dv with zeros to one size: the first of ``sizes`` that holds both; without ``sizes``, on CUDA, a
+    multiple of 8, as the kernels ask.
 
     Zeros change no score; the output's last axis is to be cut back to Dv.
     """
     multiple = 8 if q.is_cuda else 1
     size = -(-max(q.shape[-1], v.shape[-1]) // multiple) * multiple
+    size = next((kept for kept in sizes if kept >= size), size)
     if q.shape[-1] < size:
         q, k = F.pad(q, (0, size - q.shape[-1])), F.pad(k, (0, size - k.shape[-1]))
     if v.shape[-1] < size:
         v = F.pad(v, (0, size - v.shape[-1]))
     return q, k, v
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def flash_refusal(call: AttentionCall, largest: int = 256) -> str | None:
+    """Why a kernel of the flash family cannot serve: it runs half precision on a GPU, heads up to ``largest``."""
+    if not call.q.is_cuda:
+        return f"it runs on CUDA, and the tensors are on {call.q.device.type}"
+    if call.q.dtype not in HALF:
+        return f"it computes bfloat16 and float16 only, and the inputs are {call.q.dtype}"
+    size = max(call.q.shape[-1], call.v.shape[-1])
+    return f"heads of {size} exceed its limit of {largest}" if size > largest else None
+
+
+@constant
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; a constant of compiled graphs."""
+    return torch.cuda.get_device_capability(device)

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from zoo_kernels import backend as table
+from zoo_kernels.attention.blocks import Blocks
 from zoo_kernels.attention.call import AttentionCall
+from zoo_kernels.attention.flash2 import Flash2
+from zoo_kernels.attention.flash4 import Flash4
+from zoo_kernels.attention.reference import Math
+from zoo_kernels.attention.sdpa import Sdpa
+from zoo_kernels.attention.varlen import Varlen
 from zoo_kernels.packing import Packing, as_packing
 
 
@@ -114,13 +120,7 @@ def check_window(op: str, window: int | None) -> None:
 
 
 def _backends() -> list[table.Backend]:
-    from zoo_kernels.attention.blocks import Blocks
-    from zoo_kernels.attention.reference import Math
-    from zoo_kernels.attention.sdpa import Sdpa
-    from zoo_kernels.attention.varlen import Varlen
-
-    # flash2 and flash4 enter behind varlen once measured; flex ahead of blocks, served only where it is named.
-    return [Sdpa(), Varlen(), Blocks(), Math()]
+    return [Sdpa(), Varlen(), Flash4(), Flash2(), Blocks(), Math()]
 
 
 table.provide("attention", _backends)

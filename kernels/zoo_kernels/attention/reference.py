@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from zoo_kernels.attention.call import AttentionCall
+from zoo_kernels.attention.choice import Ranked
 
 BLOCK = 64  # queries that meet their keys at once
 
 
-class Math:
+class Math(Ranked):
     """Blocks of ``BLOCK`` queries, each against all keys of its document up to the block's last query, masked in place.
 
     FlopCounterMode sees the two products. They multiply more than the tokens see: whole blocks, and keys outside the

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from zoo_kernels.attention.call import AttentionCall, one_head_size, one_kv_head_per_query_head
+from zoo_kernels.attention.call import HALF, AttentionCall, one_head_size, one_kv_head_per_query_head
+from zoo_kernels.attention.choice import Ranked
 
-HALF = (torch.bfloat16, torch.float16)
 # On an H200 cuDNN is 1.5 to 1.7 times as fast as torch's flash kernel (bf16, H 16; D 128 at B 8, T 4096 and at B 1,
 # T 32768; D 64 at B 8, T 4096).
 FUSED_HALF = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -20,7 +20,7 @@ FUSED_HALF = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 FUSED_HALF_COMPILED = [SDPBackend.FLASH_ATTENTION]
 
 
-class Sdpa:
+class Sdpa(Ranked):
     """Rows, or documents of one length laid out as rows, in one fused call."""
 
     name = "sdpa"

@@ -9,27 +9,29 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from zoo_kernels.attention.call import AttentionCall, one_head_size, one_kv_head_per_query_head
+from zoo_kernels.attention.call import (
+    AttentionCall,
+    capability,
+    flash_refusal,
+    one_head_size,
+    one_kv_head_per_query_head,
+)
+from zoo_kernels.attention.choice import Ranked
+from zoo_kernels.attention.flash import count_varlen
+from zoo_kernels.device import constant
 
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_HEAD_SIZE = 256
 
-
-class Varlen:
+class Varlen(Ranked):
     """All documents in one launch; it reads their offsets on the device and their longest length on the host."""
 
     name = "varlen"
 
     def serves(self, call: AttentionCall) -> str | None:
-        if not call.q.is_cuda:
-            return f"it runs on CUDA, and the tensors are on {call.q.device.type}"
-        if call.q.dtype not in DTYPES:
-            return f"it computes bfloat16 and float16 only, and the inputs are {call.q.dtype}"
-        if max(call.q.shape[-1], call.v.shape[-1]) > MAX_HEAD_SIZE:
-            return f"heads of {max(call.q.shape[-1], call.v.shape[-1])} exceed its limit of {MAX_HEAD_SIZE}"
-        if torch.cuda.get_device_capability(call.q.device) < (8, 0):
+        if (reason := flash_refusal(call)) is not None:
+            return reason
+        if capability(call.q.device) < (8, 0):
             return "it needs a GPU of compute capability 8.0 or newer"
-        if "window_size" not in _parameters():
+        if not _takes("window_size"):
             return f"torch {torch.__version__} has no varlen_attn with a window; 2.11 is the first"
         return None
 
@@ -40,7 +42,7 @@ class Varlen:
         q, k, v = one_head_size(call.q, call.k, call.v)
         grouped = {}
         if k.shape[2] != q.shape[2]:
-            if "enable_gqa" in _parameters():
+            if _takes("enable_gqa"):
                 grouped["enable_gqa"] = True
             else:
                 k, v = one_kv_head_per_query_head(q, k, v)
@@ -57,11 +59,17 @@ class Varlen:
         return y.unflatten(0, (batch, tokens))[..., : call.v.shape[-1]]
 
 
+@constant
+def _takes(parameter: str) -> bool:
+    """Whether this torch has a varlen_attn with such a parameter."""
+    return parameter in _parameters()
+
+
 @cache
 def _parameters() -> frozenset[str]:
-    """The parameters of varlen_attn in this torch; none where it does not exist."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return frozenset()
+    count_varlen()
     return frozenset(inspect.signature(varlen_attn).parameters)

@@ -44,6 +44,12 @@ class DeltaCall:
         return self.sequences, self.v.shape[2], self.k.shape[3], self.v.shape[3]
 
     @property
+    def learns(self) -> bool:
+        """Whether a backward may follow."""
+        inputs = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """fp32, or float64 for float64 inputs: the dtype of states and of everything inside."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32

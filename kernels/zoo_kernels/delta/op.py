@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo_kernels import backend as backends
+from zoo_kernels import device
 from zoo_kernels.backend import Backend
 from zoo_kernels.delta.call import DeltaCall, without_autocast
 from zoo_kernels.packing import Packing, as_packing
@@ -25,9 +25,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _table() -> list[Backend]:
     from zoo_kernels.delta.chunked import Chunked
     from zoo_kernels.delta.reference import Recurrent
+    from zoo_kernels.delta.step import FusedRecurrent
 
-    # Fastest first. `triton` goes in front, imported here so that its absence is a reason and never an ImportError.
-    return [Chunked(), Recurrent()]
+    portable: list[Backend] = [Chunked(), Recurrent()]
+    if device.triton_missing() is not None:
+        return [FusedRecurrent(), device.Absent(), *portable]
+    from zoo_kernels.delta.triton_backend import Triton
+
+    return [FusedRecurrent(), Triton(), *portable]
 
 
 backends.provide(OP, _table)
@@ -83,13 +88,19 @@ def delta_rule(
 
     Source: Yang et al. 2024, arXiv:2406.06484 and arXiv:2412.06464; by channel: Kimi Linear, arXiv:2510.26692.
     """
-    return _door()(q, k, v, log_decay, beta, initial_state, packing, scale, chunk, backend)
+    arguments = (q, k, v, log_decay, beta, initial_state, packing, scale, chunk, backend)
+    return _closed()(*arguments) if torch.compiler.is_compiling() and _loops(v, backend) else _delta_rule(*arguments)
 
 
-def _door() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The op, closed to compilers: loops and tables inside would be traced anew for every length and packing."""
-    if "torch._dynamo" not in sys.modules:
-        return _delta_rule  # nobody compiles, and importing the compiler takes a second
+def _loops(v: Tensor, backend: str | None) -> bool:
+    """Whether the backend is made of loops and tables, which would be traced anew for every length and packing."""
+    named = backends.preferred(OP) if backend is None else backend
+    kernels = v.is_cuda and v.dtype != torch.float64 and device.missing(v.device) is None
+    return named not in ("triton", "fused_recurrent") and not (named is None and kernels)
+
+
+def _closed() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op, closed to compilers."""
     if not _CLOSED:
         _CLOSED.append(torch.compiler.disable(_delta_rule, reason="delta_rule runs as it is"))
     return _CLOSED[0]
@@ -191,7 +202,7 @@ def _check_gates(q: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | 
             f"{OP}: beta is {list(beta.shape)}, but v {list(v.shape)} asks for one value per token and head: "
             f"{by_token}. Squeeze or expand it, or leave beta out for a mixer that never erases"
         )
-    if v.device.type != "cpu" and (v.is_meta or os.environ.get("ZOO_CHECK") != "1"):
+    if torch.compiler.is_compiling() or v.is_meta or (v.device.type != "cpu" and os.environ.get("ZOO_CHECK") != "1"):
         return
     if log_decay is not None and log_decay.numel() and (highest := log_decay.detach().amax().item()) > 0:
         raise ValueError(

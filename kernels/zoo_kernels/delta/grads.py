@@ -1,0 +1,243 @@
+"""Gradients of queries, keys and gates under a decay per head: every chunk on its own, between the two scans.
+
+Per value head, with e the errors (v where nothing erases), z = dv, h the state that enters, dS the gradient of the one
+that leaves, ``entered``, ``leaving`` and G the decays of chunk.py, b = beta or 1:
+
+    X = dy e^T;  dP = scale * tril(X) * G * b_col;  dN = -stril(z e^T) * G * b_col                     (score_kernel)
+    dq = scale * entered * (dy h^T) + dP k                                                              (key_kernel)
+    dk = leaving * b * (e dS^T) + dP^T q - entered * (z h^T) + (dN + dN^T) k
+    dbeta = rowdot(e, z) / beta
+
+A token's decay receives, in reverse order, all that crosses it: scores between later rows and earlier columns, reads of
+the state that entered, writes before it to the state that leaves, and the state that passes through.
+"""
+
+# Type checkers do not know the launches and loops of kernels.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo_kernels.delta.chunk import EXAMPLES, Form, decay_between, example, members, within
+from zoo_kernels.delta.scan import Operands, operands_of
+from zoo_kernels.delta.tables import CHUNK, Tables
+from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
+
+# tile: values of one step.
+provide(
+    "delta_score_grads",
+    Row(Launch(tile=64, warps=8), when={"half": False}),
+    Row(Launch(tile=64, warps=4), when={"aligned": False}),
+    Row(Launch(tile=64, warps=4, stages=2)),
+)
+# tile: channels of the key of one program.
+provide(
+    "delta_key_grads",
+    Row(Launch(tile=64, warps=8), when={"half": False}),
+    Row(Launch(tile=64, warps=4), when={"aligned": False}),
+    Row(Launch(tile=64, warps=4, stages=2)),
+)
+VALUES = 64  # of one step of the keys' gradients
+# Bytes of scores' gradients alive at a time. Chunks are worked on in slabs, so that these do not grow with the tokens.
+SLAB = 2**26
+
+
+@triton.jit
+def score_kernel(
+    q, k, dy, errors, dv, decay, beta, chunks, d_query, d_key, crossing, dbeta, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, e_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr,
+    MEMBERS: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk's scores, for MEMBERS value heads of one key head."""
+    at = tl.program_id(0)
+    block, chunk = at % (HV // MEMBERS), (at // (HV // MEMBERS)).to(tl.int64)
+    first, rows = tl.load(chunks + 2 * chunk).to(tl.int64), tl.load(chunks + 2 * chunk + 1)
+    base = tl.load(chunks)  # the first token of this slab of chunks
+    row, channel = tl.arange(0, 64), tl.arange(0, BK)
+    valid = row < rows
+    lower, strict = row[:, None] >= row[None, :], row[:, None] > row[None, :]
+    if GATED:
+        keys = within(valid, channel < K, False, K == BK)
+        key_head = block * MEMBERS // R
+        k += first * k_row + key_head * K
+        bk = tl.load(k + row[:, None] * k_row + channel[None, :], mask=keys, other=0.0).to(DT)
+        q += first * q_row + key_head * K
+        bq = tl.load(q + row[:, None] * q_row + channel[None, :], mask=keys, other=0.0).to(DT)
+        by_query = tl.dot(bq, tl.trans(bk), input_precision=PREC) * scale
+        if ERASES:
+            by_key = tl.dot(bk, tl.trans(bk), input_precision=PREC)
+    for member in tl.range(0, MEMBERS, num_stages=STAGES):
+        head = block * MEMBERS + member
+        gate_at = row * HV + head
+        square_at = gate_at[:, None] * 64 + row[None, :]
+        value_at, error_at = gate_at[:, None] * V, row[:, None] * e_row + head * V
+        X, Y, both = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32), tl.zeros([64], tl.float32)
+        for j in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+            column = j * BV + tl.arange(0, BV)
+            values = within(valid, column < V, False, V % BV == 0)
+            be = tl.load(errors + first * e_row + error_at + column[None, :], mask=values, other=0.0)
+            bdy = tl.load(dy + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
+            X = tl.dot(bdy.to(DT), tl.trans(be.to(DT)), X, input_precision=PREC)
+            if ERASES:
+                bz = tl.load(dv + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
+                Y = tl.dot(bz, tl.trans(be.to(DT)), Y, input_precision=PREC)
+                both += tl.sum(bz.to(tl.float32) * be.to(tl.float32), 1)
+        X = tl.where(lower, X, 0.0)
+        if ERASES:
+            weight = tl.load(beta + first * HV + gate_at, mask=valid, other=0.0)
+            X = X * weight[None, :]
+            Y = tl.where(strict, -Y * weight[None, :], 0.0)
+        if GATED:
+            running = tl.load(decay + first * HV + gate_at, mask=valid, other=0.0)
+            between = decay_between(running, row, valid)
+            X = X * between
+            products = tl.where(strict, X * by_query, 0.0)
+            if ERASES:
+                Y = Y * between
+                products += Y * by_key
+            crosses = tl.sum(products, 1) - tl.sum(products, 0)
+            tl.store(crossing + first * HV + gate_at, crosses, mask=valid)
+        target = (first - base) * HV * 64 + square_at
+        tl.store(d_query + target, (X * scale).to(DT), mask=valid[:, None])
+        if ERASES:
+            tl.store(d_key + target, Y.to(DT), mask=valid[:, None])
+            tl.store(dbeta + first * HV + gate_at, both / tl.where(valid, weight, 1.0), mask=valid)
+
+
+@triton.jit(do_not_specialize=["skipped", "tokens"])
+def key_kernel(
+    q, k, dy, errors, dv, decay, beta, entering, leaving_grad, chunks, d_query, d_key, crossing, dq, dk, ddecay, scale,
+    skipped, tokens,
+    q_row: tl.constexpr, k_row: tl.constexpr, e_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr, DT: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """BT channels of the keys of one chunk of one key head, summed over its value heads; chunks before are skipped."""
+    TILES: tl.constexpr = (K + BT - 1) // BT
+    H: tl.constexpr = HV // R
+    at = tl.program_id(0)
+    tile, key_head, chunk = at % TILES, (at // TILES) % H, (at // TILES // H).to(tl.int64)
+    first, rows = tl.load(chunks + 2 * chunk).to(tl.int64), tl.load(chunks + 2 * chunk + 1)
+    base = tl.load(chunks)
+    row, channel = tl.arange(0, 64), tile * BT + tl.arange(0, BT)
+    valid, seen = row < rows, channel < K
+    keys = within(valid, seen, False, K % BT == 0)
+    # Tiles lie at 64-bit bases and 32-bit offsets, which take half the registers.
+    q += first * q_row + key_head * K
+    k += first * k_row + key_head * K
+    bq = tl.load(q + row[:, None] * q_row + channel[None, :], mask=keys, other=0.0).to(DT)
+    bk = tl.load(k + row[:, None] * k_row + channel[None, :], mask=keys, other=0.0).to(DT)
+    grad_q, grad_k = tl.zeros([64, BT], tl.float32), tl.zeros([64, BT], tl.float32)
+    for member in tl.range(0, R, num_stages=STAGES):
+        head = key_head * R + member
+        gate_at = row * HV + head
+        square_at = gate_at[:, None] * 64 + row[None, :]
+        value_at, error_at = gate_at[:, None] * V, row[:, None] * e_row + head * V
+        state_at = (skipped + chunk) * HV * K * V + head * K * V
+        read, wrote = tl.zeros([64, BT], tl.float32), tl.zeros([64, BT], tl.float32)
+        recall, passing = tl.zeros([64, BT], tl.float32), 0.0
+        for j in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+            column = j * BV + tl.arange(0, BV)
+            values = within(valid, column < V, False, V % BV == 0)
+            inside = within(seen, column < V, K % BT == 0, V % BV == 0)
+            bdy = tl.load(dy + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
+            bh = tl.load(entering + state_at + channel[:, None] * V + column[None, :], mask=inside, other=0.0)
+            read = tl.dot(bdy.to(DT), tl.trans(bh), read, input_precision=PREC)
+            be = tl.load(errors + first * e_row + error_at + column[None, :], mask=values, other=0.0)
+            bds = tl.load(leaving_grad + state_at + channel[:, None] * V + column[None, :], mask=inside, other=0.0)
+            wrote = tl.dot(be.to(DT), tl.trans(bds), wrote, input_precision=PREC)
+            if ERASES:
+                bz = tl.load(dv + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
+                recall = tl.dot(bz, tl.trans(bh), recall, input_precision=PREC)
+            if GATED:
+                passing += tl.sum(bh.to(tl.float32) * bds.to(tl.float32))
+        read = read * scale
+        if ERASES:
+            weight = tl.load(beta + first * HV + gate_at, mask=valid, other=0.0)
+            wrote = wrote * weight[:, None]
+        if GATED:
+            running = tl.load(decay + first * HV + gate_at, mask=valid, other=0.0)
+            whole = tl.load(decay + (first + rows - 1) * HV + head)
+            entered = tl.exp2(running)[:, None]
+            read, recall = read * entered, recall * entered
+            wrote = wrote * tl.exp2(tl.where(valid, whole - running, float("-inf")))[:, None]
+            crosses = tl.sum(bq.to(tl.float32) * read - bk.to(tl.float32) * recall, 1)
+            written = tl.sum(bk.to(tl.float32) * wrote, 1)
+            if tile == 0:
+                crosses += tl.load(crossing + first * HV + gate_at, mask=valid, other=0.0)
+            through = tl.cumsum(crosses, 0, reverse=True) + tl.cumsum(written, 0) - written + tl.exp2(whole) * passing
+            tl.store(ddecay + (tile.to(tl.int64) * tokens + first) * HV + gate_at, through, mask=valid)
+        target = (first - base) * HV * 64
+        by_query = tl.load(d_query + target + square_at, mask=valid[:, None], other=0.0)
+        grad_q = tl.dot(by_query, bk, grad_q + read, input_precision=PREC)
+        grad_k += wrote - recall
+        grad_k = tl.dot(tl.trans(by_query), bq, grad_k, input_precision=PREC)
+        if ERASES:
+            by_key = tl.load(d_key + target + square_at, mask=valid[:, None], other=0.0)
+            grad_k = tl.dot(by_key, bk, grad_k, input_precision=PREC)
+            grad_k = tl.dot(tl.trans(by_key), bk, grad_k, input_precision=PREC)
+    place = (row[:, None] * H + key_head) * K + channel[None, :]
+    tl.store(dq + first * H * K + place, grad_q.to(dq.dtype.element_ty), mask=keys)
+    tl.store(dk + first * H * K + place, grad_k.to(dk.dtype.element_ty), mask=keys)
+
+
+def gradients(
+    form: Form, q: Tensor, k: Tensor, dy: Tensor, errors: Tensor, dv: Tensor, operands: Operands, entering: Tensor,
+    leaving: Tensor, tables: Tables, scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """All gradients but those of values and states.
+
+    Args:
+        q, k: [tokens, H, K]; dy: [tokens, HV, V]; errors: the same, or v where nothing erases; dv: the same.
+        entering, leaving: [NC, HV, K, V].
+
+    Returns:
+        dq, dk [tokens, H, K] in q's dtype; dlog_decay and dbeta, fp32 [tokens, HV].
+    """
+    gated, tokens = form.gate == "head", dy.shape[0]
+    facts = {"K": form.BK, "V": form.V, "half": form.half, "aligned": form.aligned}
+    at_scores = pick("delta_score_grads", form.arch, **facts)
+    at_keys = pick("delta_key_grads", form.arch, **facts, group=form.R > 1)
+    BT = min(at_keys.tile, form.BK)
+    tiles, together = triton.cdiv(form.K, BT), members(form.R) if gated else 1
+    dq, dk = (x.new_empty(x.shape) for x in (q, k))
+    crossing, dbeta = dy.new_empty(2, tokens, form.HV, dtype=torch.float32)
+    partial = dy.new_empty(tiles if gated else 0, tokens, form.HV, dtype=torch.float32)
+    bytes_of_chunk = (1 + form.erases) * form.HV * CHUNK * CHUNK * form.dtype.itemsize
+    step = max(1, min(SLAB // bytes_of_chunk, tables.count))
+    d_scores = dy.new_empty(1 + form.erases, step * CHUNK, form.HV, CHUNK, dtype=form.dtype)
+    d_query, d_key = d_scores[0], d_scores[-1]
+    for begin in range(0, tables.count, step):
+        chunks = tables.chunks[begin : begin + step]
+        score_kernel[(len(chunks) * form.HV // together,)](
+            q, k, dy, errors, dv, operands.decay, operands.beta, chunks, d_query, d_key, crossing, dbeta, scale,
+            q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
+            BK=form.BK, BV=min(at_scores.tile, form.BV), GATED=gated, ERASES=form.erases,
+            MEMBERS=together, DT=form.operand, PREC=form.precision,
+            STAGES=at_scores.stages, num_warps=at_scores.warps,
+        )  # fmt: skip
+        key_kernel[(len(chunks) * form.HV // form.R * tiles,)](
+            q, k, dy, errors, dv, operands.decay, operands.beta, entering, leaving, chunks, d_query, d_key, crossing,
+            dq, dk, partial, scale, begin, tokens,
+            q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
+            BT=BT, BV=min(VALUES, form.BV), GATED=gated, ERASES=form.erases, DT=form.operand,
+            PREC=form.precision, STAGES=at_keys.stages, num_warps=at_keys.warps,
+        )  # fmt: skip
+    ddecay = None if not gated else partial[0] if tiles == 1 else partial.sum(0)
+    return dq, dk, ddecay, dbeta if form.erases else None
+
+
+def compile_rows() -> Iterator[CompileRow]:
+    """Every shape class of :data:`zoo_kernels.delta.chunk.EXAMPLES`, for the offline compile gate."""
+    for case in EXAMPLES:
+        x = example(case)
+        kernels = {"score grads": score_kernel, "key grads": key_kernel}
+        with recorded(case, **kernels) as rows:
+            gradients(x.form, x.q, x.k, x.v, x.v, x.v, operands_of(x), x.entering, x.entering, x.tables, 1.0)
+        yield from rows
