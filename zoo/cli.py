@@ -43,6 +43,9 @@ VERBS = {
     "predict": Verb("zoo.verbs.train", "the loss of every document", lightning=True),
     "compare": Verb("zoo.verbs.compare", "train several patterns under one budget and compare them"),
     "generate": Verb("zoo.verbs.generate", "continue a prompt from a checkpoint"),
+    "bench": Verb(
+        "zoo.verbs.bench", "how fast the kernels are here, beside others'; and the table that they launch by"
+    ),
     "doctor": Verb("zoo.verbs.doctor", "what serves on this machine, and why the rest does not"),
 }
 

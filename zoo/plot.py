@@ -1,4 +1,4 @@
-"""Pictures of a comparison; the only file that knows of matplotlib."""
+"""Pictures of comparisons; the only file that knows of matplotlib."""
 
 from __future__ import annotations
 
@@ -65,4 +65,41 @@ def draw_curves(
     if curves:
         # Above the axes, where it hides nothing.
         axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
+    figure.savefig(path)
+
+
+def draw_by_length(
+    lines: Sequence[tuple[str, Sequence[tuple[int, float]]]], path: str | Path, *, ylabel: str, title: str, note: str
+) -> None:
+    """A figure against the number of tokens in a row, both on logarithmic scales, one line a name, as a PNG.
+
+    Args:
+        lines: (name, (tokens, value) pairs), values above 0.
+        path: where to write.
+        ylabel: what the values are.
+        title: what the picture shows.
+        note: what it was measured with.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(lines):
+        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
+        axes.plot(*zip(*points), **style, linewidth=1.6, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({tokens for _, points in lines for tokens, _ in points})
+    axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.axhline(1.0, color="#666666", linestyle="--", linewidth=0.9)
+    axes.set_xlabel("tokens in a row")
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(note, fontsize=7, color="#444444", wrap=True)
     figure.savefig(path)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from zoo import __version__
+from zoo import __version__, console
 from zoo.compare import Plan, Result, instantiate, plain_result, write_json
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
@@ -147,12 +145,6 @@ def notes(plan: Plan, entropies: dict[str, float]) -> list[str]:
 
 def print_table(plan: Plan, results: list[Result], entropies: dict[str, float]) -> None:
     """The comparison's table and the notes that belong to it, plain where the output is no terminal."""
-    table = Table(title=None, header_style="bold")
-    for key, title in COLUMNS:
-        table.add_column(title, justify="left" if key in ("arm", "status") else "right", no_wrap=key == "arm")
-    for row in table_rows(results):
-        table.add_row(*(shown(key, row[key]) for key, _ in COLUMNS))
-    console = Console(width=None if Console().is_terminal else 140)
-    console.print(table)
-    for line in notes(plan, entropies):
-        console.print(line, highlight=False)
+    rows = [[shown(key, row[key]) for key, _ in COLUMNS] for row in table_rows(results)]
+    columns = [(title, key in ("arm", "status")) for key, title in COLUMNS]
+    console.print_table(columns, rows, notes=notes(plan, entropies))

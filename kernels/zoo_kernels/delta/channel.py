@@ -10,31 +10,35 @@ The decay between two tokens sits inside their product. So what is below the dia
 between the halves of a block of 2, 4, .. 64 tokens: keys of the left half decay to its end, queries and keys of the
 right half from its start. Every decay is a sum over its own span, as in intra.py: no two running sums are subtracted,
 no exponent is positive, and a reset is a plain zero.
+
+Where neither half of a chunk decays by more than 2^-60, one product does: rows and columns are decayed from the middle
+and to it, by factors that fp32 and bf16 hold both ways. Each kernel looks for itself, chunk by chunk.
 """
 
+# Type checkers do not know the launches and loops of kernels.
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo_kernels.delta.chunk import LEAST_BETA, Form
+from zoo_kernels.delta.chunk import CHANNELED, LEAST_BETA, Form, example
 from zoo_kernels.delta.prep import LOG2E
 from zoo_kernels.delta.solve import invert_blocks, store_blocks
 from zoo_kernels.delta.tables import CHUNK, Tables
 from zoo_kernels.device import INTERPRETED
-from zoo_kernels.launch import Launch, Row, pick, provide
+from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 
 # The tile is of channels, in one step of the loop over them.
 provide(
     "delta_channel_prep",
-    Row(Launch(tile=32, warps=4), when={"half": False}),
+    Row(Launch(tile=64, warps=8), when={"half": False}),
     Row(Launch(tile=64, warps=4)),
 )
 provide("delta_channel_solve", Row(Launch(tile=16, warps=1)))
@@ -42,6 +46,9 @@ provide("delta_channel_solve", Row(Launch(tile=16, warps=1)))
 
 # A decay below this, in nats, is a reset: 0 in fp32, exact in bf16, and unlike -inf it can be multiplied by 0.
 RESET = tl.constexpr(-112.0)
+# Halves of chunks that decay by less, in nats, are taken at once: 2^60 and 2^-60 leave bf16 and fp32 room for keys,
+# and their products, 2^120 where nothing is read, room to stay finite.
+MOST_AT_ONCE = tl.constexpr(-41.5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +75,12 @@ class ChannelOperands:
 
 @lru_cache(maxsize=8)
 def spans(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Squares of ones and zeros [14, 64, 64], by which kernels sum gates over spans of rows, and find halves that meet.
+    """Squares [16, 64, 64], by which kernels sum gates over spans of rows, and find rows and columns that meet.
 
     0 to 5, for halves of 1, 2, .. 32 tokens: the span of each row's decay, which runs from the half's start to the row
-    in a right half, and from after the row to the half's end in a left half. 6 to 11: where a row of a right half meets
-    a column of its left half. 12: all rows up to one's own. 13: all rows after it.
+    in a right half, and from after the row to the half's end in a left half. 6: from the middle of the chunk to the
+    row, or back, which counts -1. 7 to 13: where a row meets a column on each of these levels, in a right half and its
+    left half, or anywhere below the diagonal. 14: all rows up to one's own. 15: all rows after it.
     """
     row, column = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
     squares, meetings = [], []
@@ -81,8 +89,10 @@ def spans(dtype: torch.dtype, device: torch.device) -> Tensor:
         right = half % 2 == 1
         squares.append((half == others) & torch.where(right, column <= row, column > row))
         meetings.append(right & (half == others + 1))
-    every = [*squares, *meetings, column <= row, column > row]
-    return torch.stack(every).to(device, dtype)
+    middle = CHUNK // 2
+    after, before = (column >= middle) & (column <= row), (column < middle) & (column > row)
+    every = [*squares, after.int() - before.int(), *meetings, column < row, column <= row, column > row]
+    return torch.stack([square.to(dtype) for square in every]).to(device)
 
 
 @triton.jit
@@ -97,11 +107,21 @@ def sum_of_spans(square, x, rest, SPLIT: tl.constexpr, PREC: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["HV", "R"])
+@triton.jit
+def levels(gates):
+    """The first level of these gates [64, BT], and the one after the last: the whole chunk at once, or all halves."""
+    early = tl.arange(0, 64)[:, None] < 32
+    decays = tl.minimum(tl.sum(tl.where(early, gates, 0.0), 0), tl.sum(tl.where(early, 0.0, gates), 0))
+    whole = tl.min(decays, 0) > MOST_AT_ONCE
+    return tl.where(whole, 6, 0), tl.where(whole, 7, 6)
+
+
+@triton.jit
 def channel_prep_kernel(
-    q, k, log_decay, chunks, spans, q_read, k_read, k_write, keep, scores, overlaps, scale, q_row, k_row, HV, R,
-    K: tl.constexpr, BT: tl.constexpr, ERASES: tl.constexpr, SPLIT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
-    PREC_SUM: tl.constexpr, STAGES: tl.constexpr,
+    q, k, log_decay, chunks, spans, q_read, k_read, k_write, keep, scores, overlaps, scale,
+    q_row: tl.constexpr, k_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+    ERASES: tl.constexpr, SPLIT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PREC_SUM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """All of one chunk of one value head but the solve; ``overlaps`` holds M in fp32, its lower blocks of 16 alone."""
     at = tl.program_id(0)
@@ -109,42 +129,47 @@ def channel_prep_kernel(
     first, rows = tl.load(chunks + 2 * chunk).to(tl.int64), tl.load(chunks + 2 * chunk + 1)
     row = tl.arange(0, 64)
     valid = row < rows
-    by_token = (first + row) * HV + head
+    # Tiles lie at 64-bit bases and 32-bit offsets, which take half the registers.
+    start, gate_at = first * HV, row * HV + head
     spans += row[:, None] * 64 + row[None, :]
-    of_query = q + (first + row)[:, None] * q_row + (head // R) * K
-    of_key = k + (first + row)[:, None] * k_row + (head // R) * K
+    of_query = q + first * q_row + row[:, None] * q_row + (head // R) * K
+    of_key = k + first * k_row + row[:, None] * k_row + (head // R) * K
     P, M, own = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32), tl.zeros([64], tl.float32)
     for begin in range(0, K, BT):
         channel = begin + tl.arange(0, BT)
         seen = channel < K
         inside = valid[:, None] & seen[None, :]
-        here = by_token[:, None] * K + channel[None, :]
+        here = gate_at[:, None] * K + channel[None, :]
         bq = tl.load(of_query + channel[None, :], mask=inside, other=0.0).to(DT)
         bk = tl.load(of_key + channel[None, :], mask=inside, other=0.0).to(DT)
-        gates = tl.maximum(tl.load(log_decay + here, mask=inside, other=0.0).to(tl.float32), RESET)
+        gates = tl.maximum(tl.load(log_decay + start * K + here, mask=inside, other=0.0).to(tl.float32), RESET)
         high = gates.to(DT)
         rest = (gates - high.to(tl.float32)).to(DT)
         tl.store(keep + (chunk * HV + head) * K + channel, tl.sum(gates, 0) * LOG2E, mask=seen)
         own += tl.sum(bq.to(tl.float32) * bk.to(tl.float32), 1)
-        entered = tl.exp2(sum_of_spans(tl.load(spans + 12 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
-        leaving = tl.exp2(sum_of_spans(tl.load(spans + 13 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
-        tl.store(q_read + here, (bq.to(tl.float32) * entered).to(DT), mask=inside)
-        tl.store(k_write + here, (bk.to(tl.float32) * leaving).to(DT), mask=inside)
+        entered = tl.exp2(sum_of_spans(tl.load(spans + 14 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
+        leaving = tl.exp2(sum_of_spans(tl.load(spans + 15 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
+        tl.store(q_read + start * K + here, (bq.to(tl.float32) * entered).to(DT), mask=inside)
+        tl.store(k_write + start * K + here, (bk.to(tl.float32) * leaving).to(DT), mask=inside)
         if ERASES:
-            tl.store(k_read + here, (bk.to(tl.float32) * entered).to(DT), mask=inside)
-        for level in tl.range(0, 6, num_stages=STAGES):
-            square, meeting = tl.load(spans + level * 4096), tl.load(spans + (6 + level) * 4096) != 0.0
-            fade = tl.exp2(sum_of_spans(square, high, rest, SPLIT, PREC_SUM) * LOG2E)
-            queries, keys = (bq.to(tl.float32) * fade).to(DT), (bk.to(tl.float32) * fade).to(DT)
+            tl.store(k_read + start * K + here, (bk.to(tl.float32) * entered).to(DT), mask=inside)
+        low, high_level = levels(gates)
+        for level in tl.range(low, high_level, num_stages=STAGES):
+            square, meeting = tl.load(spans + level * 4096), tl.load(spans + (7 + level) * 4096) != 0.0
+            exponent = sum_of_spans(square, high, rest, SPLIT, PREC_SUM) * LOG2E
+            from_start = tl.exp2(exponent)
+            to_end = tl.exp2(tl.where(level == 6, -exponent, exponent))
+            queries, keys = (bq.to(tl.float32) * from_start).to(DT), (bk.to(tl.float32) * to_end).to(DT)
             # Only a right operand may be turned: it lies in shared memory, and those in registers turn out wrong.
             P += tl.where(meeting, tl.dot(queries, tl.trans(keys), input_precision=PREC), 0.0)
             if ERASES:
-                M += tl.where(meeting, tl.dot(keys, tl.trans(keys), input_precision=PREC), 0.0)
+                readers = (bk.to(tl.float32) * from_start).to(DT)
+                M += tl.where(meeting, tl.dot(readers, tl.trans(keys), input_precision=PREC), 0.0)
     P = tl.where(row[:, None] == row[None, :], own[:, None], P) * scale
-    square = by_token[:, None] * 64 + row[None, :]
-    tl.store(scores + square, P.to(DT), mask=valid[:, None])
+    square = gate_at[:, None] * 64 + row[None, :]
+    tl.store(scores + start * 64 + square, P.to(DT), mask=valid[:, None])
     if ERASES:
-        tl.store(overlaps + square, M, mask=valid[:, None] & (row[None, :] // 16 <= row[:, None] // 16))
+        tl.store(overlaps + start * 64 + square, M, mask=valid[:, None] & (row[None, :] // 16 <= row[:, None] // 16))
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -224,9 +249,10 @@ def prepare_channel(
         launch = pick("delta_channel_prep", form.arch, K=form.BK, half=form.half, erases=form.erases)
         channel_prep_kernel[(tables.count * HV,)](
             q, k, log_decay, tables.chunks, spans(form.dtype, q.device), q_read, k_read, k_write, keep, scores,
-            overlaps, scale, q.stride(0), k.stride(0), HV, form.R,
-            K=K, BT=min(launch.tile, form.BK), ERASES=form.erases, SPLIT=splits(form, log_decay), DT=form.operand,
-            PREC=form.precision, PREC_SUM=SUM_PRECISION, STAGES=launch.stages, num_warps=launch.warps,  # pyright: ignore[reportCallIssue]
+            overlaps, scale,
+            q_row=q.stride(0), k_row=k.stride(0), HV=HV, R=form.R, K=K, BT=min(launch.tile, form.BK),
+            ERASES=form.erases, SPLIT=splits(form, log_decay), DT=form.operand, PREC=form.precision,
+            PREC_SUM=SUM_PRECISION, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
         if form.erases:
             launch = pick("delta_channel_solve", form.arch, half=form.half)
@@ -238,23 +264,16 @@ def prepare_channel(
                 solve,
                 HV,
                 PREC=form.precision,
-                num_warps=launch.warps,  # pyright: ignore[reportCallIssue]
+                num_warps=launch.warps,
             )
     return ChannelOperands(q_read, k_write, k_read, keep, scores, weights, solve)
 
 
-def compile_rows() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], int, int]]:
-    """Every shipped configuration, for the offline compile gate: name, kernel, signature, constants, warps, stages."""
-    keyed = dict.fromkeys(("q", "k", "log_decay", "q_read", "k_read", "k_write", "scores", "spans"), "*bf16")
-    floats = dict.fromkeys(("keep", "overlaps"), "*fp32")
-    integers = dict.fromkeys(("q_row", "k_row", "HV", "R"), "i32")
-    for size in (64, 128):
-        launch = pick("delta_channel_prep", "sm_90", K=size, half=True, erases=True)
-        signature = {**keyed, **floats, **integers, "chunks": "*i32", "scale": "fp32"}
-        constants = {"K": size, "BT": min(launch.tile, size), "ERASES": True, "SPLIT": False, "DT": tl.bfloat16}
-        constants |= {"PREC": "tf32", "PREC_SUM": SUM_PRECISION, "STAGES": launch.stages}
-        yield f"channel prep K{size}", channel_prep_kernel, signature, constants, launch.warps, launch.stages
-    launch = pick("delta_channel_solve", "sm_90", half=True)
-    signature = {**dict.fromkeys(("overlaps", "beta", "beta_out"), "*fp32"), "chunks": "*i32", "solve": "*bf16"}
-    signature["HV"] = "i32"
-    yield "channel solve", channel_solve_kernel, signature, {"PREC": "tf32"}, launch.warps, launch.stages
+def compile_rows() -> Iterator[CompileRow]:
+    """Every shape class of :data:`zoo_kernels.delta.chunk.CHANNELED`, for the offline compile gate."""
+    for case in CHANNELED:
+        x = example(case)
+        kernels = {"channel prep": channel_prep_kernel, "channel solve": channel_solve_kernel}
+        with recorded(case, **kernels) as rows:
+            prepare_channel(x.form, x.q, x.k, x.log_decay, x.beta, x.tables, 1.0)
+        yield from rows

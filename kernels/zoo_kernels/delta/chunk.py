@@ -151,13 +151,17 @@ EXAMPLES = {
 }
 
 
+CHANNELED = {
+    "KDA K128 V128": (128, 128, 16, 1, "channel", True),
+    "GLA K64 V128": (64, 128, 16, 1, "channel", False),
+}
 # The same for scans, and chunks of a segment; the last is a long sequence alone.
 SCANNED = (*((case, 0) for case in EXAMPLES), ("GDN K128 V128", 16))
 
 
 def example(case: str, piece: int = 0) -> Example:
-    """The call of ``EXAMPLES[case]``, in segments of ``piece`` chunks; 0: whole."""
-    K, V, HV, R, gate, erases = EXAMPLES[case]
+    """The call of a case in ``EXAMPLES`` or ``CHANNELED``, in segments of ``piece`` chunks; 0: whole."""
+    K, V, HV, R, gate, erases = (EXAMPLES | CHANNELED)[case]
     tokens, meta = 8192, torch.device("meta")
 
     def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -166,7 +170,8 @@ def example(case: str, piece: int = 0) -> Example:
     layout = tables((1, tokens), False, piece, meta)
     q, k = new(tokens, 2 * HV // R, K).chunk(2, dim=1)  # as layers give them
     gates = new(tokens, HV, dtype=torch.float32)
-    decay, beta = gates if gate == "head" else None, gates if erases else None
+    decay, beta = gates if gate == "head" else new(tokens, HV, K), gates if erases else None
+    decay = None if gate == "none" else decay
     solve = new(tokens, HV, CHUNK) if erases else None
     form = Form(K, V, HV, R, torch.bfloat16, "tf32", gate, erases, "sm_90")
     entering = new(layout.count, HV, K, V)

@@ -127,6 +127,7 @@ def key_kernel(
     base = tl.load(chunks)
     row, channel = tl.arange(0, 64), tile * BT + tl.arange(0, BT)
     valid, seen = row < rows, channel < K
+    strict = row[:, None] > row[None, :]
     keys = within(valid, seen, False, K % BT == 0)
     # Tiles lie at 64-bit bases and 32-bit offsets, which take half the registers.
     q += first * q_row + key_head * K
@@ -171,7 +172,9 @@ def key_kernel(
             written = tl.sum(bk.to(tl.float32) * wrote, 1)
             if tile == 0:
                 crosses += tl.load(crossing + first * HV + gate_at, mask=valid, other=0.0)
-            through = tl.cumsum(crosses, 0, reverse=True) + tl.cumsum(written, 0) - written + tl.exp2(whole) * passing
+            # Sums of what lies before, not differences of running sums: under strong decays those cancel.
+            before = tl.sum(tl.where(strict, written[None, :], 0.0), 1)
+            through = tl.cumsum(crosses, 0, reverse=True) + before + tl.exp2(whole) * passing
             tl.store(ddecay + (tile.to(tl.int64) * tokens + first) * HV + gate_at, through, mask=valid)
         target = (first - base) * HV * 64
         by_query = tl.load(d_query + target + square_at, mask=valid[:, None], other=0.0)
@@ -185,6 +188,35 @@ def key_kernel(
     place = (row[:, None] * H + key_head) * K + channel[None, :]
     tl.store(dq + first * H * K + place, grad_q.to(dq.dtype.element_ty), mask=keys)
     tl.store(dk + first * H * K + place, grad_k.to(dk.dtype.element_ty), mask=keys)
+
+
+def score_gradients(
+    form: Form, q: Tensor, k: Tensor, dy: Tensor, errors: Tensor, dv: Tensor, decay: Tensor | None,
+    beta: Tensor | None, chunks: Tensor, rows: int, scale: float, crossing: Tensor | None = None,
+    dbeta: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Launch :func:`score_kernel` on some chunks.
+
+    Args:
+        rows: tokens of these chunks, at most.
+        crossing, dbeta: fp32 [tokens, HV], to be filled at the chunks' tokens. dbeta None: it is made here.
+
+    Returns:
+        dP and dN [rows, HV, 64], from the first token of the chunks on, and dbeta. Without erasing, dN is dP.
+    """
+    launch = pick("delta_score_grads", form.arch, K=form.BK, V=form.V, half=form.half, aligned=form.aligned)
+    together = 1 if decay is None else members(form.R)
+    d_scores = dy.new_empty(1 + form.erases, rows, form.HV, CHUNK, dtype=form.dtype)
+    if dbeta is None and form.erases:
+        dbeta = dy.new_empty(dy.shape[0], form.HV, dtype=torch.float32)
+    if len(chunks):
+        score_kernel[(len(chunks) * form.HV // together,)](
+            q, k, dy, errors, dv, decay, beta, chunks, d_scores[0], d_scores[-1], crossing, dbeta, scale,
+            q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
+            BK=form.BK, BV=min(launch.tile, form.BV), GATED=decay is not None, ERASES=form.erases, MEMBERS=together,
+            DT=form.operand, PREC=form.precision, STAGES=launch.stages, num_warps=launch.warps,
+        )  # fmt: skip
+    return d_scores[0], d_scores[-1], dbeta
 
 
 def gradients(
@@ -202,32 +234,27 @@ def gradients(
     """
     gated, tokens = form.gate == "head", dy.shape[0]
     facts = {"K": form.BK, "V": form.V, "half": form.half, "aligned": form.aligned}
-    at_scores = pick("delta_score_grads", form.arch, **facts)
-    at_keys = pick("delta_key_grads", form.arch, **facts, group=form.R > 1)
-    BT = min(at_keys.tile, form.BK)
-    tiles, together = triton.cdiv(form.K, BT), members(form.R) if gated else 1
+    launch = pick("delta_key_grads", form.arch, **facts, group=form.R > 1)
+    BT = min(launch.tile, form.BK)
+    tiles = triton.cdiv(form.K, BT)
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
-    crossing, dbeta = dy.new_empty(2, tokens, form.HV, dtype=torch.float32)
+    # Apart, so that each starts at a multiple of 16 bytes whatever the tokens are; else kernels would compile again.
+    crossing, dbeta = (dy.new_empty(tokens, form.HV, dtype=torch.float32) for _ in range(2))
     partial = dy.new_empty(tiles if gated else 0, tokens, form.HV, dtype=torch.float32)
     bytes_of_chunk = (1 + form.erases) * form.HV * CHUNK * CHUNK * form.dtype.itemsize
-    step = max(1, min(SLAB // bytes_of_chunk, tables.count))
-    d_scores = dy.new_empty(1 + form.erases, step * CHUNK, form.HV, CHUNK, dtype=form.dtype)
-    d_query, d_key = d_scores[0], d_scores[-1]
+    step = max(2, SLAB // bytes_of_chunk // 2 * 2)  # even, so that every slab of the table starts at 16 bytes
     for begin in range(0, tables.count, step):
         chunks = tables.chunks[begin : begin + step]
-        score_kernel[(len(chunks) * form.HV // together,)](
-            q, k, dy, errors, dv, operands.decay, operands.beta, chunks, d_query, d_key, crossing, dbeta, scale,
-            q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
-            BK=form.BK, BV=min(at_scores.tile, form.BV), GATED=gated, ERASES=form.erases,
-            MEMBERS=together, DT=form.operand, PREC=form.precision,
-            STAGES=at_scores.stages, num_warps=at_scores.warps,
+        d_query, d_key, _ = score_gradients(
+            form, q, k, dy, errors, dv, operands.decay, operands.beta, chunks, len(chunks) * CHUNK, scale, crossing,
+            dbeta,
         )  # fmt: skip
         key_kernel[(len(chunks) * form.HV // form.R * tiles,)](
             q, k, dy, errors, dv, operands.decay, operands.beta, entering, leaving, chunks, d_query, d_key, crossing,
             dq, dk, partial, scale, begin, tokens,
             q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
-            BT=BT, BV=min(VALUES, form.BV), GATED=gated, ERASES=form.erases, DT=form.operand,
-            PREC=form.precision, STAGES=at_keys.stages, num_warps=at_keys.warps,
+            BT=BT, BV=min(VALUES, form.BV), GATED=gated, ERASES=form.erases, DT=form.operand, PREC=form.precision,
+            STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
     ddecay = None if not gated else partial[0] if tiles == 1 else partial.sum(0)
     return dq, dk, ddecay, dbeta if form.erases else None

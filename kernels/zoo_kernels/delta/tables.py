@@ -70,7 +70,9 @@ def tables(offsets: tuple[int, ...], packed: bool, piece: int, device: torch.dev
         chunks += [(at, min(CHUNK, end - at)) for at in range(start, end, CHUNK)]
         parts.append(len(segments))
     shapes = ((chunks, (-1, 2)), (segments, (-1, 5)), (parts, (-1,)))
-    return Tables(*(torch.tensor(rows, dtype=torch.int32).reshape(shape).to(device) for rows, shape in shapes))
+    return Tables(
+        *(torch.tensor(rows, dtype=torch.int32).reshape(shape).to(device, non_blocking=True) for rows, shape in shapes)
+    )
 
 
 def piece(chunks: int, pieces: int) -> int:

@@ -29,7 +29,7 @@ MOST_K_SPLIT = 128
 
 # A call keeps its states for the backward up to this share of the device's memory; beyond it, a fifth of the backward's
 # time buys them back.
-SHARE_OF_STATES = 1 / 256
+SHARE_OF_STATES = 1 / 128
 _POLICY: list[bool] = []
 
 
@@ -37,8 +37,9 @@ _POLICY: list[bool] = []
 def keep_states(keep: bool) -> Iterator[None]:
     """Inside, forwards keep the states that enter their chunks for the backward, or the backward computes them again.
 
-    They take K * V / 64 + V numbers a token and value head. Without this, calls keep them up to a small share of the
-    device's memory. Under activation checkpointing they live only while their layer is worked on, kept or not.
+    They take K * V / 64 numbers a token and value head, and V more where the rule erases; decays by channel bring 3 K
+    and 128 more. Without this, calls keep them up to a small share of the device's memory. Under activation
+    checkpointing they live only while their layer is worked on, kept or not.
     """
     _POLICY.append(keep)
     try:
@@ -53,7 +54,10 @@ def saves_states(call: DeltaCall) -> bool:
         return _POLICY[-1]
     B, T, HV, V = call.v.shape
     size = 2 if call.v.dtype == torch.bfloat16 else 4
-    return B * T * HV * V * (call.q.shape[3] / CHUNK + 1) * size <= SHARE_OF_STATES * device.memory(call.v.device)
+    K, erases = call.q.shape[3], call.beta is not None
+    by_channel = call.log_decay is not None and call.log_decay.dim() == 4
+    per_token = K * V / CHUNK + erases * V + by_channel * ((2 + erases) * K + 2 * CHUNK)
+    return B * T * HV * per_token * size <= SHARE_OF_STATES * device.memory(call.v.device)
 
 
 class Triton(device.Kernels):
@@ -152,23 +156,37 @@ def _prepare(
     return Operands(k, k, q, ready.decay, ready.beta, ready.solve, ready.bound, None, None)
 
 
-def _kept(plan: Plan, v: Tensor, save: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of all that the forward keeps for the backward; what is not there is empty."""
-    form, tokens, nothing = plan.form, v.shape[0] * v.shape[1], (0,)
-    by_token, by_segment = (tokens, form.HV), (plan.segments, form.HV, form.K)
-    erases_by_head, split = form.erases and form.gate != "channel", plan.pieces > 0
-    exact = torch.float32
+def _kept(plan: Plan, v: Tensor, save: bool) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    """Shapes and dtypes of all that the forward keeps for the backward; None: it is not there, and an output is empty.
+
+    In order: what of :class:`Operands` is not an input; then the states that enter chunks, errors, first states of
+    segments, and their maps.
+    """
+    form, tokens = plan.form, v.shape[0] * v.shape[1]
+    half, exact = form.dtype, torch.float32
+    head, channel = form.gate == "head", form.gate == "channel" and save
+    erases = form.erases and (form.gate != "channel" or save)
+    by_token, by_key = (tokens, form.HV), (tokens, form.HV, form.K)
+    by_segment, split = (plan.segments, form.HV, form.K), plan.pieces > 0
     return [
-        (by_token if form.gate == "head" else nothing, exact),  # decay
-        (by_token if erases_by_head else nothing, exact),  # beta
-        ((*by_token, CHUNK) if erases_by_head else nothing, form.dtype),  # solve
-        (by_token if form.gate == "head" else nothing, exact),  # bound
-        ((plan.chunks, form.HV, form.K, form.V) if save else nothing, form.dtype),  # entering
-        ((*by_token, form.V) if save and form.erases else nothing, form.dtype),  # errors
-        ((*by_segment, form.V) if split else nothing, exact),  # starts
-        ((*by_segment, form.K) if split and form.erases else nothing, exact),  # matrix
-        (by_segment if split and not form.erases else nothing, exact),  # fading
+        (by_key, half) if channel and erases else None,  # reader
+        (by_key, half) if channel else None,  # writer
+        (by_key, half) if channel else None,  # query
+        (by_token, exact) if head else None,  # decay
+        (by_token, exact) if erases else None,  # beta
+        ((*by_token, CHUNK), half) if erases else None,  # solve
+        (by_token, exact) if head else None,  # bound
+        ((plan.chunks, form.HV, form.K), exact) if channel else None,  # keep
+        ((*by_token, CHUNK), half) if channel else None,  # scores
+        ((plan.chunks, form.HV, form.K, form.V), half) if save else None,  # entering
+        ((*by_token, form.V), half) if save and form.erases else None,  # errors
+        ((*by_segment, form.V), exact) if split else None,  # starts
+        ((*by_segment, form.K), exact) if split and form.erases else None,  # matrix
+        (by_segment, exact) if split and not form.erases else None,  # fading
     ]
+
+
+OPERANDS = 9  # the first of these
 
 
 # -------------------------------------------------------------------------------------------------------------- the ops
@@ -176,32 +194,34 @@ def _kept(plan: Plan, v: Tensor, save: bool) -> list[tuple[tuple[int, ...], torc
 def delta_chunkwise(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None,
     offsets: Tensor | None, chunk_table: Tensor | None, scale: float, save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor,
+]:  # fmt: skip
     """The forward; arguments as in :func:`zoo_kernels.delta.delta_rule`.
 
     Args:
         offsets: int64 [N + 1] on the CPU; chunk_table: of the packing. None: a batch of rows.
-        save: keep the states that enter chunks, and errors, for the backward, which else computes them again.
+        save: keep states and errors for the backward, and operands that carry decays; else it computes them again.
 
     Returns:
         y, the last state, and what the backward needs, as :func:`_kept` lists it.
     """
     plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
     form, layout = plan.form, plan.tables(v, offsets)
-    operands = _prepare(form, _rows(q), _rows(k), _gate(log_decay), _gate(beta), layout, scale)
+    x = _prepare(form, _rows(q), _rows(k), _gate(log_decay), _gate(beta), layout, scale)
     start, maps, values = state if state is None else state.contiguous(), None, _rows(v)
     if layout.split:
-        start, maps = scan.segment_starts(form, operands, values, layout, start, plan.segments)
-    last, entering, errors = scan.scan(form, operands, values, layout, start)
-    y = read_out(form, operands, values if errors is None else errors, entering, layout, v.dtype, scale)
-    by_head = form.gate != "channel"
-    kept = [operands.decay, operands.beta, operands.solve, operands.bound] if by_head else [None] * 4
-    kept += [entering, errors] if save else [None, None]
-    kept += [None if maps is None else start, maps and maps.matrix, maps and maps.fading]
-    filled = [
-        v.new_empty(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in zip(kept, _kept(plan, v, save))
-    ]
-    return (y.view(v.shape), last, *filled)  # pyright: ignore[reportReturnType]  # _kept names nine
+        start, maps = scan.segment_starts(form, x, values, layout, start, plan.segments)
+    last, entering, errors = scan.scan(form, x, values, layout, start)
+    y = read_out(form, x, values if errors is None else errors, entering, layout, v.dtype, scale)
+    found = [x.reader, x.writer, x.query, x.decay, x.beta, x.solve, x.bound, x.keep, x.scores, entering, errors]
+    found += [start, maps and maps.matrix, maps and maps.fading] if maps is not None else [None] * 3
+    kept = []
+    for tensor, wanted in zip(found, _kept(plan, v, save)):
+        shape, dtype = ((0,), form.dtype) if wanted is None else wanted
+        kept.append(v.new_empty(shape, dtype=dtype) if wanted is None or tensor is None else tensor)
+    return (y.view(v.shape), last, *kept)  # pyright: ignore[reportReturnType]  # _kept names fourteen
 
 
 @delta_chunkwise.register_fake
@@ -209,45 +229,39 @@ def _(q, k, v, log_decay, beta, state, offsets, chunk_table, scale, save):
     plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
     form = plan.form
     last = v.new_empty((plan.sequences, form.HV, form.K, form.V), dtype=torch.float32)
-    kept = (v.new_empty(shape, dtype=dtype) for shape, dtype in _kept(plan, v, save))
-    return (v.new_empty(v.shape), last, *kept)
+    wanted = (one or ((0,), form.dtype) for one in _kept(plan, v, save))
+    return (v.new_empty(v.shape), last, *(v.new_empty(shape, dtype=dtype) for shape, dtype in wanted))
 
 
 @torch.library.custom_op("zoo_kernels::delta_chunkwise_backward", mutates_args=())
 def delta_chunkwise_backward(
     dy: Tensor, dlast: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
-    state: Tensor | None, offsets: Tensor | None, chunk_table: Tensor | None, decay: Tensor, weights: Tensor,
-    solve: Tensor, bound: Tensor, entering: Tensor, errors: Tensor, starts: Tensor, matrix: Tensor, fading: Tensor,
-    scale: float, save: bool,
+    state: Tensor | None, offsets: Tensor | None, chunk_table: Tensor | None, kept: list[Tensor], scale: float,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta and state; those of absent ones are empty."""
     plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
     form, layout = plan.form, plan.tables(v, offsets)
     rows_q, rows_k, values, upstream = _rows(q), _rows(k), _rows(v), dy.flatten(0, 1).contiguous()
-    if form.gate == "channel":
-        operands = _prepare(form, rows_q, rows_k, _gate(log_decay), _gate(beta), layout, scale)
-    else:
-        present = [x if x.numel() else None for x in (decay, weights, solve, bound)]
-        operands = Operands(rows_k, rows_k, rows_q, *present, keep=None, scores=None)
+    known = [x if wanted is not None else None for x, wanted in zip(kept, _kept(plan, v, save))]
+    entering, errors, starts, matrix, fading = known[OPERANDS:]
+    operands = _again(form, rows_q, rows_k, known[:OPERANDS], log_decay, beta, layout, scale)
     start, maps = state if state is None else state.contiguous(), None
     if layout.split:
-        start = starts
-        maps = scan.Maps(*((matrix, None) if form.erases else (None, fading)))
-    known_states, known_errors = (entering, errors if form.erases else None) if save else (None, None)
-    if known_states is None:
-        _, known_states, known_errors = scan.scan(form, operands, values, layout, start)
-    if known_errors is None:
-        known_errors = values
+        start, maps = starts, scan.Maps(matrix, fading)
+    if entering is None:
+        _, entering, errors = scan.scan(form, operands, values, layout, start)
+    errors = values if errors is None else errors
     last = dlast if dlast is None else dlast.contiguous()
     dv, leaving, dfirst = scan_back(form, operands, upstream, layout, maps, last, scale)
     if operands.keep is not None:
         dq, dk, dlog_decay, dbeta = channel_gradients(
-            form, rows_q, rows_k, _gate(log_decay), operands.beta, operands.keep, upstream, known_errors, dv,
-            known_states, leaving, layout, scale,
+            form, rows_q, rows_k, _gate(log_decay), operands.beta, operands.keep, upstream, errors, dv, entering,
+            leaving, layout, scale,
         )  # fmt: skip
     else:
         dq, dk, dlog_decay, dbeta = gradients(
-            form, rows_q, rows_k, upstream, known_errors, dv, operands, known_states, leaving, layout, scale
+            form, rows_q, rows_k, upstream, errors, dv, operands, entering, leaving, layout, scale
         )
     return (
         dq.view(q.shape), dk.view(k.shape), dv.to(v.dtype).view(v.shape), _decay_gradient(dlog_decay, log_decay, v),
@@ -256,10 +270,25 @@ def delta_chunkwise_backward(
     )  # fmt: skip
 
 
+def _again(
+    form: Form, q: Tensor, k: Tensor, known: list[Tensor | None], log_decay: Tensor | None, beta: Tensor | None,
+    layout: Tables, scale: float,
+) -> Operands:  # fmt: skip
+    """The operands of the forward: kept, or computed again."""
+    if form.gate != "channel":
+        return Operands(k, k, q, *known[3:])
+    reader, writer, query, *rest = known
+    if writer is None or query is None:
+        return _prepare(form, q, k, _gate(log_decay), _gate(beta), layout, scale)
+    return Operands(writer if reader is None else reader, writer, query, *rest)
+
+
 def _decay_gradient(found: Tensor | None, log_decay: Tensor | None, v: Tensor) -> Tensor:
     """In the shape and dtype of ``log_decay``; exp(-inf) has no slope, and rounding must not leave one."""
     if found is None or log_decay is None:
         return v.new_empty(0)
+    if log_decay.dim() == 4:  # its kernel has seen to both
+        return found.view(log_decay.shape)
     found = found.sum(0) if log_decay.dim() == 1 else found.view(log_decay.shape)
     return torch.where(log_decay == -torch.inf, 0.0, found).to(log_decay.dtype)
 
@@ -284,7 +313,9 @@ def _backward(ctx, dy, dlast, *_):
     if dy is None and dlast is None:
         return (None,) * 10
     dy = torch.zeros_like(tensors[2]) if dy is None else dy
-    found = torch.ops.zoo_kernels.delta_chunkwise_backward(dy, dlast, *tensors, ctx.scale, ctx.save)
+    found = torch.ops.zoo_kernels.delta_chunkwise_backward(
+        dy, dlast, *tensors[:8], list(tensors[8:]), ctx.scale, ctx.save
+    )
     return (*(None if x is None else gradient for x, gradient in zip(given, found)), None, None, None, None)
 
 
