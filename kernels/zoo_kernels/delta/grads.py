@@ -8,8 +8,7 @@ that leaves, ``entered``, ``leaving`` and G the decays of chunk.py, b = beta or 
     dk = leaving * b * (e dS^T) + dP^T q - entered * (z h^T) + (dN + dN^T) k
     dbeta = rowdot(e, z) / beta
 
-A token's decay receives, in reverse order, all that crosses it: scores between later rows and earlier columns, reads of
-the state that entered, writes before it to the state that leaves, and the state that passes through.
+What a decay receives is summed up in gate_grads.py.
 """
 
 # Type checkers do not know the launches and loops of kernels.
@@ -24,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo_kernels.delta.chunk import EXAMPLES, Form, decay_between, example, members, within
+from zoo_kernels.delta.gate_grads import gate_gradient, gate_kernel
 from zoo_kernels.delta.scan import Operands, operands_of
 from zoo_kernels.delta.tables import CHUNK, Tables
 from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
@@ -110,10 +110,10 @@ def score_kernel(
             tl.store(dbeta + first * HV + gate_at, both / tl.where(valid, weight, 1.0), mask=valid)
 
 
-@triton.jit(do_not_specialize=["skipped", "tokens"])
+@triton.jit(do_not_specialize=["skipped", "count", "tokens"])
 def key_kernel(
-    q, k, dy, errors, dv, decay, beta, entering, leaving_grad, chunks, d_query, d_key, crossing, dq, dk, ddecay, scale,
-    skipped, tokens,
+    q, k, dy, errors, dv, decay, beta, entering, leaving_grad, chunks, d_query, d_key, dq, dk, reads, writes, passed,
+    scale, skipped, count, tokens,
     q_row: tl.constexpr, k_row: tl.constexpr, e_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr, DT: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr,
@@ -127,7 +127,6 @@ def key_kernel(
     base = tl.load(chunks)
     row, channel = tl.arange(0, 64), tile * BT + tl.arange(0, BT)
     valid, seen = row < rows, channel < K
-    strict = row[:, None] > row[None, :]
     keys = within(valid, seen, False, K % BT == 0)
     # Tiles lie at 64-bit bases and 32-bit offsets, which take half the registers.
     q += first * q_row + key_head * K
@@ -170,12 +169,10 @@ def key_kernel(
             wrote = wrote * tl.exp2(tl.where(valid, whole - running, float("-inf")))[:, None]
             crosses = tl.sum(bq.to(tl.float32) * read - bk.to(tl.float32) * recall, 1)
             written = tl.sum(bk.to(tl.float32) * wrote, 1)
-            if tile == 0:
-                crosses += tl.load(crossing + first * HV + gate_at, mask=valid, other=0.0)
-            # Sums of what lies before, not differences of running sums: under strong decays those cancel.
-            before = tl.sum(tl.where(strict, written[None, :], 0.0), 1)
-            through = tl.cumsum(crosses, 0, reverse=True) + before + tl.exp2(whole) * passing
-            tl.store(ddecay + (tile.to(tl.int64) * tokens + first) * HV + gate_at, through, mask=valid)
+            part = (tile.to(tl.int64) * tokens + first) * HV + gate_at
+            tl.store(reads + part, crosses, mask=valid)
+            tl.store(writes + part, written, mask=valid)
+            tl.store(passed + (tile.to(tl.int64) * count + skipped + chunk) * HV + head, passing)
         target = (first - base) * HV * 64
         by_query = tl.load(d_query + target + square_at, mask=valid[:, None], other=0.0)
         grad_q = tl.dot(by_query, bk, grad_q + read, input_precision=PREC)
@@ -220,17 +217,17 @@ def score_gradients(
 
 
 def gradients(
-    form: Form, q: Tensor, k: Tensor, dy: Tensor, errors: Tensor, dv: Tensor, operands: Operands, entering: Tensor,
-    leaving: Tensor, tables: Tables, scale: float,
+    form: Form, q: Tensor, k: Tensor, dy: Tensor, errors: Tensor, dv: Tensor, operands: Operands,
+    log_decay: Tensor | None, entering: Tensor, leaving: Tensor, tables: Tables, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """All gradients but those of values and states.
 
     Args:
         q, k: [tokens, H, K]; dy: [tokens, HV, V]; errors: the same, or v where nothing erases; dv: the same.
-        entering, leaving: [NC, HV, K, V].
+        log_decay: [tokens, HV], or [HV] for constants; entering, leaving: [NC, HV, K, V].
 
     Returns:
-        dq, dk [tokens, H, K] in q's dtype; dlog_decay and dbeta, fp32 [tokens, HV].
+        dq, dk [tokens, H, K] in q's dtype; dlog_decay like log_decay; dbeta, fp32 [tokens, HV].
     """
     gated, tokens = form.gate == "head", dy.shape[0]
     facts = {"K": form.BK, "V": form.V, "half": form.half, "aligned": form.aligned}
@@ -240,7 +237,8 @@ def gradients(
     dq, dk = (x.new_empty(x.shape) for x in (q, k))
     # Apart, so that each starts at a multiple of 16 bytes whatever the tokens are; else kernels would compile again.
     crossing, dbeta = (dy.new_empty(tokens, form.HV, dtype=torch.float32) for _ in range(2))
-    partial = dy.new_empty(tiles if gated else 0, tokens, form.HV, dtype=torch.float32)
+    reads, writes = (dy.new_empty(tiles if gated else 0, tokens, form.HV, dtype=torch.float32) for _ in range(2))
+    passed = dy.new_empty(tiles if gated else 0, tables.count, form.HV, dtype=torch.float32)
     bytes_of_chunk = (1 + form.erases) * form.HV * CHUNK * CHUNK * form.dtype.itemsize
     step = max(2, SLAB // bytes_of_chunk // 2 * 2)  # even, so that every slab of the table starts at 16 bytes
     for begin in range(0, tables.count, step):
@@ -250,21 +248,25 @@ def gradients(
             dbeta,
         )  # fmt: skip
         key_kernel[(len(chunks) * form.HV // form.R * tiles,)](
-            q, k, dy, errors, dv, operands.decay, operands.beta, entering, leaving, chunks, d_query, d_key, crossing,
-            dq, dk, partial, scale, begin, tokens,
+            q, k, dy, errors, dv, operands.decay, operands.beta, entering, leaving, chunks, d_query, d_key, dq, dk,
+            reads, writes, passed, scale, begin, tables.count, tokens,
             q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
             BT=BT, BV=min(VALUES, form.BV), GATED=gated, ERASES=form.erases, DT=form.operand, PREC=form.precision,
             STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
-    ddecay = None if not gated else partial[0] if tiles == 1 else partial.sum(0)
-    return dq, dk, ddecay, dbeta if form.erases else None
+    dlog_decay = None
+    if gated and operands.decay is not None and log_decay is not None:
+        dlog_decay = gate_gradient(form, crossing, reads, writes, passed, operands.decay, log_decay, tables)
+    return dq, dk, dlog_decay, dbeta if form.erases else None
 
 
 def compile_rows() -> Iterator[CompileRow]:
     """Every shape class of :data:`zoo_kernels.delta.chunk.EXAMPLES`, for the offline compile gate."""
     for case in EXAMPLES:
         x = example(case)
-        kernels = {"score grads": score_kernel, "key grads": key_kernel}
+        kernels = {"score grads": score_kernel, "key grads": key_kernel, "gate grads": gate_kernel}
         with recorded(case, **kernels) as rows:
-            gradients(x.form, x.q, x.k, x.v, x.v, x.v, operands_of(x), x.entering, x.entering, x.tables, 1.0)
+            gradients(
+                x.form, x.q, x.k, x.v, x.v, x.v, operands_of(x), x.log_decay, x.entering, x.entering, x.tables, 1.0
+            )
         yield from rows

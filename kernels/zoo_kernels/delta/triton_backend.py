@@ -261,13 +261,16 @@ def delta_chunkwise_backward(
         )  # fmt: skip
     else:
         dq, dk, dlog_decay, dbeta = gradients(
-            form, rows_q, rows_k, upstream, errors, dv, operands, entering, leaving, layout, scale
+            form, rows_q, rows_k, upstream, errors, dv, operands, _gate(log_decay), entering, leaving, layout, scale
         )
     return (
-        dq.view(q.shape), dk.view(k.shape), dv.to(v.dtype).view(v.shape), _decay_gradient(dlog_decay, log_decay, v),
+        dq.view(q.shape),
+        dk.view(k.shape),
+        dv.to(v.dtype).view(v.shape),
+        v.new_empty(0) if log_decay is None or dlog_decay is None else dlog_decay.view(log_decay.shape),
         v.new_empty(0) if beta is None or dbeta is None else dbeta.to(beta.dtype).view(beta.shape),
         v.new_empty(0) if state is None else dfirst,
-    )  # fmt: skip
+    )
 
 
 def _again(
@@ -281,16 +284,6 @@ def _again(
     if writer is None or query is None:
         return _prepare(form, q, k, _gate(log_decay), _gate(beta), layout, scale)
     return Operands(writer if reader is None else reader, writer, query, *rest)
-
-
-def _decay_gradient(found: Tensor | None, log_decay: Tensor | None, v: Tensor) -> Tensor:
-    """In the shape and dtype of ``log_decay``; exp(-inf) has no slope, and rounding must not leave one."""
-    if found is None or log_decay is None:
-        return v.new_empty(0)
-    if log_decay.dim() == 4:  # its kernel has seen to both
-        return found.view(log_decay.shape)
-    found = found.sum(0) if log_decay.dim() == 1 else found.view(log_decay.shape)
-    return torch.where(log_decay == -torch.inf, 0.0, found).to(log_decay.dtype)
 
 
 @delta_chunkwise_backward.register_fake
