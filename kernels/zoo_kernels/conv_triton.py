@@ -19,6 +19,7 @@ from zoo_kernels import device
 from zoo_kernels import launch as launches
 from zoo_kernels.conv import ConvCall
 from zoo_kernels.device import Kernels, refusal
+from zoo_kernels.eager import operator
 from zoo_kernels.elementwise import sigmoid
 from zoo_kernels.launch import Launch, Row
 
@@ -47,6 +48,8 @@ MOST_STRIDE = 2**22
 
 class Triton(Kernels):
     """One launch forward and one backward, which read each input about once; the gradient recomputes the taps."""
+
+    proven = False
 
     def serves(self, call: ConvCall) -> str | None:
         """None, or the reason why not."""
@@ -325,7 +328,7 @@ def _sequences(x: Tensor, offsets: Tensor | None) -> int:
     return x.shape[0] if offsets is None else offsets.shape[0] - 1
 
 
-@torch.library.custom_op("zoo_kernels::short_conv", mutates_args=())
+@operator("zoo_kernels::short_conv")
 def convolve(
     x: Tensor,
     weight: Tensor,
@@ -346,7 +349,8 @@ def convolve(
         silu: whether y goes through SiLU.
     """
     (batch, tokens, channels), width, sequences = x.shape, weight.shape[1], _sequences(x, offsets)
-    y, last = x.new_empty(x.shape), x.new_empty(sequences, width - 1, channels)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    last = x.new_empty(sequences, width - 1, channels)
     x, stride, pitch = _by_rows(x)
     launch, share, per_row, blocks = _plan("short_conv_forward", x, width)
     tiles = batch * per_row
@@ -362,7 +366,7 @@ def convolve(
     return y, last
 
 
-@torch.library.custom_op("zoo_kernels::short_conv_backward", mutates_args=())
+@operator("zoo_kernels::short_conv_backward")
 def convolve_backward(
     dy: Tensor,
     dlast: Tensor | None,
@@ -376,7 +380,8 @@ def convolve_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`convolve` for x, weight, bias and state; those of an absent bias or state are empty."""
     (batch, tokens, channels), width, sequences = x.shape, weight.shape[1], _sequences(x, offsets)
-    dx, dstate = x.new_empty(x.shape), None if state is None else x.new_empty(state.shape)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dstate = None if state is None else x.new_empty(state.shape)
     launch, share, per_row, blocks = _plan("short_conv_backward", x, width)
     tiles = batch * per_row
     # One share of each sum per program, added up afterwards in an order that never changes.

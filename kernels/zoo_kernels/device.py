@@ -13,6 +13,8 @@ from torch import Tensor
 # Read once: `triton.jit` decides at import whether a kernel is compiled or interpreted.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ONLY_NAMED = "interpreted kernels serve only when named"
+# A kernel serves by itself once its tests have run on a GPU; docs/benchmarks/kernels_h200.md says which have.
+UNPROVEN = "its tests have not all run on a GPU yet, so it serves only when named"
 
 # Without a GPU, launches are planned as for this one; only tests with the interpreter see it.
 PLANNED_PROCESSORS = 132
@@ -27,13 +29,14 @@ def constant(function: Function) -> Function:
 
 
 class Kernels:
-    """What Triton backends share: the name, and that interpreted kernels serve only when named."""
+    """What Triton backends share: the name, and when they serve only by name: interpreted, or not proven on a GPU."""
 
     name = "triton"
+    proven = True
 
     def declines(self, call: Any) -> str | None:
         """Why these kernels are not chosen by themselves."""
-        return ONLY_NAMED if INTERPRETED else None
+        return ONLY_NAMED if INTERPRETED else None if self.proven else UNPROVEN
 
 
 class Absent:

@@ -89,7 +89,11 @@ def _pick(kernel: str, arch: str, facts: tuple[tuple[str, Any], ...]) -> Launch:
 
 
 class force:
-    """Inside ``with force(kernel=launch)``, that kernel is launched so: for tuning and for tests of every row."""
+    """Inside ``with force(kernel=launch)``, that kernel is launched so: for tuning and for tests of every row.
+
+    Raises:
+        ValueError: at the end, a name that no kernel has. Not before: a kernel's file may be imported only inside.
+    """
 
     def __init__(self, **launches: Launch):
         self.launches = launches
@@ -98,9 +102,11 @@ class force:
         self.outer = dict(_FORCED)
         _FORCED.update(self.launches)
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         _FORCED.clear()
         _FORCED.update(self.outer)
+        if kind is None and (unknown := self.launches.keys() - TABLES.keys()):
+            raise ValueError(f"no kernel is called {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
 
 
 # What the offline compile gate compiles: name, kernel, signature, constants, warps, stages.

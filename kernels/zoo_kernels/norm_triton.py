@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from zoo_kernels import device
 from zoo_kernels import launch as launches
 from zoo_kernels.device import Kernels, refusal
+from zoo_kernels.eager import operator
 from zoo_kernels.elementwise import sigmoid
 from zoo_kernels.launch import Launch, Row
 from zoo_kernels.norm import NormCall
@@ -39,6 +42,8 @@ WARPS_PER_PROCESSOR = 32
 class Triton(Kernels):
     """One launch forward and one backward, which read and write each number once; 1 / root is computed again."""
 
+    proven = False
+
     def serves(self, call: NormCall) -> str | None:
         """None, or the reason why not."""
         x = call.x
@@ -56,7 +61,7 @@ class Triton(Kernels):
         """y, shaped like x and of its dtype."""
         sigmoid_gate = call.activation == "sigmoid"
         return normalise(
-            call.x, call.weight, call.gate, call.eps, call.mean, sigmoid_gate, call.gate_first, call.groups
+            call.x, call.weight, call.gate, float(call.eps), call.mean, sigmoid_gate, call.gate_first, call.groups
         )
 
 
@@ -176,13 +181,13 @@ class _Rows:
     """Several tensors of one shape as rows, each with two strides: row r starts at r // inner and r % inner of them.
 
     Attributes:
-        tensors: the same numbers; copies where two strides do not reach all rows.
+        reached: of each tensor, whether two strides reach all rows; if not, they are those of a copy.
         strides: (outer, inner) of each, divided by ``align``.
         count, size, inner: rows, numbers in each, and rows that share one outer step.
         nested: whether any tensor needs its outer stride.
     """
 
-    tensors: tuple[Tensor, ...]
+    reached: tuple[bool, ...]
     strides: tuple[tuple[int, int], ...]
     count: int
     size: int
@@ -193,38 +198,46 @@ class _Rows:
     def nested(self) -> bool:
         return self.inner > 1
 
-    @classmethod
-    def of(cls, groups: int, *tensors: Tensor) -> _Rows:
-        shaped = [tensor.unflatten(-1, (groups, -1)) if groups > 1 else tensor for tensor in tensors]
-        size, count = shaped[0].shape[-1], shaped[0].shape[:-1].numel()
-        levels = [_levels(tensor) for tensor in shaped]
-        inner = next((level[1][0] for level in levels if level is not None and len(level) == 2), 1)
-        kept, strides = [], []
-        for tensor, level in zip(shaped, levels):
-            if level is None or (len(level) == 2 and level[1][0] != inner):
-                tensor, level = tensor.contiguous(), [(count, size)]
-            kept.append(tensor)
-            stride = level[-1][1]
-            strides.append((level[0][1] if len(level) == 2 else inner * stride, stride))
-        align = 1 if any(number % 8 for pair in strides for number in (*pair, size)) else 8
-        strides = tuple((outer // align, one // align) for outer, one in strides)
-        return cls(tuple(kept), strides, count, size, inner, align)
+    def read(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors, copied where they must be."""
+        return [x if reached else x.contiguous() for x, reached in zip(tensors, self.reached)]
 
 
-def _levels(tensor: Tensor) -> list[tuple[int, int]] | None:
+@lru_cache(maxsize=1024)
+def _rows(groups: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows:
+    """How tensors of one shape lie in memory, each with its strides."""
+    *outer, width = shape
+    size = width // groups
+    if groups > 1:
+        outer, strides = [*outer, groups], tuple((*steps[:-1], steps[-1] * size, steps[-1]) for steps in strides)
+    count = math.prod(outer)
+    levels = [_levels(outer, size, steps) for steps in strides]
+    inner = next((level[1][0] for level in levels if level is not None and len(level) == 2), 1)
+    reached, pairs = [], []
+    for level in levels:
+        reached.append(level is not None and not (len(level) == 2 and level[1][0] != inner))
+        level = level if level is not None and reached[-1] else [(count, size)]
+        stride = level[-1][1]
+        pairs.append((level[0][1] if len(level) == 2 else inner * stride, stride))
+    align = 1 if any(number % 8 for pair in pairs for number in (*pair, size)) else 8
+    pairs = tuple((far // align, near // align) for far, near in pairs)
+    return _Rows(tuple(reached), pairs, count, size, inner, align)
+
+
+def _levels(outer: Sequence[int], size: int, strides: tuple[int, ...]) -> list[tuple[int, int]] | None:
     """(rows, stride) of the axes before the last, outermost first, with those merged that one stride walks; at least
     one, at most two. None: there are more, or the last axis is not dense."""
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if strides[-1] != 1 and size > 1:
         return None
     levels: list[tuple[int, int]] = []
-    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1]):
-        if size == 1:
+    for count, stride in zip(outer, strides):
+        if count == 1:
             continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
+        if levels and levels[-1][1] == count * stride:
+            levels[-1] = (levels[-1][0] * count, stride)
         else:
-            levels.append((size, stride))
-    return (levels or [(1, tensor.shape[-1])]) if len(levels) <= 2 else None
+            levels.append((count, stride))
+    return (levels or [(1, size)]) if len(levels) <= 2 else None
 
 
 def _block(size: int) -> int:
@@ -249,7 +262,7 @@ def _settings(
     }
 
 
-@torch.library.custom_op("zoo_kernels::norm", mutates_args=())
+@operator("zoo_kernels::norm")
 def normalise(
     x: Tensor,
     weight: Tensor | None,
@@ -269,14 +282,15 @@ def normalise(
         mean: divide by the root of the mean square, else by that of the sum of squares.
         sigmoid_gate, gate_first, groups: as in :func:`zoo_kernels.norm.gated_rms_norm`.
     """
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
-    rows = _Rows.of(groups, x, *(() if gate is None else (gate,)))
+    given = (x,) if gate is None else (x, gate)
+    rows = _rows(groups, x.shape, *(tensor.stride() for tensor in given))
     launch = launches.pick("norm_forward", device.architecture(x.device), block=_block(rows.size))
     settings = _settings(launch, rows.size, rows.align, rows.nested, mean, sigmoid_gate, gate_first, groups)
     programs = -(-rows.count // (groups * settings["ROWS"])) * groups
-    wide_x, wide_gate = (*rows.tensors, None)[:2]
+    wide_x, wide_gate = (*rows.read(*given), None)[:2]
     x_strides, gate_strides = (*rows.strides, (0, 0))[:2]
     with torch.cuda.device_of(x):
         _forward_kernel[(programs,)](  # pyright: ignore[reportCallIssue]
@@ -287,7 +301,7 @@ def normalise(
     return y
 
 
-@torch.library.custom_op("zoo_kernels::norm_backward", mutates_args=())
+@operator("zoo_kernels::norm_backward")
 def normalise_backward(
     dy: Tensor,
     x: Tensor,
@@ -300,12 +314,14 @@ def normalise_backward(
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`normalise` for x, weight and gate; those of an absent weight or gate are empty."""
-    dx, dweight, dgate = x.new_empty(x.shape), x.new_empty(0), x.new_empty(0)
-    if gate is not None:
-        dgate = gate.new_empty(gate.shape)
+    dx, dgate = (
+        x.new_empty(0) if one is None else torch.empty_like(one, memory_format=torch.contiguous_format)
+        for one in (x, gate)
+    )
     if x.numel() == 0:
-        return dx, dweight if weight is None else torch.zeros_like(weight), dgate
-    rows = _Rows.of(groups, x, dy, *(() if gate is None else (gate,)))
+        return dx, x.new_empty(0) if weight is None else torch.zeros_like(weight), dgate
+    given = (x, dy) if gate is None else (x, dy, gate)
+    rows = _rows(groups, x.shape, *(tensor.stride() for tensor in given))
     launch = launches.pick("norm_backward", device.architecture(x.device), block=_block(rows.size))
     settings = _settings(launch, rows.size, rows.align, rows.nested, mean, sigmoid_gate, gate_first, groups)
     turns, lanes = 1, -(-rows.count // (groups * settings["ROWS"]))
@@ -315,7 +331,7 @@ def normalise_backward(
         turns, lanes = -(-lanes // most), min(lanes, most)
         # Added up afterwards in an order that never changes.
         shares = x.new_empty((lanes, weight.shape[0]), dtype=torch.float32)
-    wide_x, wide_dy, wide_gate = (*rows.tensors, None)[:3]
+    wide_x, wide_dy, wide_gate = (*rows.read(*given), None)[:3]
     x_strides, dy_strides, gate_strides = (*rows.strides, (0, 0))[:3]
     with torch.cuda.device_of(x):
         _backward_kernel[(lanes * groups,)](
@@ -334,8 +350,7 @@ def normalise_backward(
             ),
             **settings,
         )
-    if weight is not None and shares is not None:
-        dweight = shares.sum(0).to(weight.dtype)
+    dweight = x.new_empty(0) if weight is None or shares is None else shares.sum(0).to(weight.dtype)
     return dx, dweight, dgate
 
 

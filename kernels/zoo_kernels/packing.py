@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,11 +12,11 @@ from torch import Tensor
 CHUNK = 64  # tokens per chunk of the chunk table; the kernels' default
 
 
-@dataclass(frozen=True, eq=False)
 class Packing:
     """Documents laid end to end in one row of ``T`` tokens.
 
     Build it with :meth:`from_offsets`, once per batch, on the host; layers read it without ever asking the device.
+    It never changes, and is no dataclass: Lightning would take one apart to convert its tensors to a precision.
 
     Attributes:
         offsets: N + 1 host integers, from 0 to T, never falling. Document ``n`` is ``offsets[n]:offsets[n + 1]`` and
@@ -32,6 +31,16 @@ class Packing:
     host_offsets: Tensor
     cu_seqlens: Tensor
     chunk_table: Tensor
+
+    def __init__(self, offsets: tuple[int, ...], host_offsets: Tensor, cu_seqlens: Tensor, chunk_table: Tensor):
+        tables = {"host_offsets": host_offsets, "cu_seqlens": cu_seqlens, "chunk_table": chunk_table}
+        vars(self).update(offsets=offsets, **tables)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"packing: {name} cannot be set, a Packing never changes; build another by from_offsets")
+
+    def __repr__(self) -> str:
+        return f"Packing({self.documents} documents, {self.tokens} tokens, on {self.cu_seqlens.device})"
 
     @classmethod
     def from_offsets(cls, cu_seqlens: Sequence[int] | Tensor) -> Packing:

@@ -31,6 +31,7 @@ MODULES = {
     "zoo_kernels.delta.readout": 8,
     "zoo_kernels.delta.scan_back": 8,
     "zoo_kernels.delta.grads": 8,
+    "zoo_kernels.delta.gate_grads": 2,
     "zoo_kernels.delta.channel": 4,
     "zoo_kernels.delta.channel_grads": 4,
     "zoo_kernels.delta.recurrent_triton": 3,

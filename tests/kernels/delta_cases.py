@@ -36,6 +36,7 @@ DEVICES = [
 ]
 INPUTS = ("q", "k", "v", "log_decay", "beta", "initial_state")
 DISTINCT = 8  # keys, where they are repeated
+FEW = 8  # numbers of a quantity, whose errors do not average out
 
 
 @dataclass(frozen=True)
@@ -170,16 +171,18 @@ def limits(case: Case, drawn: dict[str, Tensor | None], expected: dict[str, Tens
     The hard corner: keys that resemble each other, or an erasing that decays by less than 0.1 a token and whose beta
     passes 1, or is near 1 throughout, or whose chunk has more tokens than its keys have channels. In the last two, bf16
     costs the best of forms up to 5.4e-3 (K 64, T 2049) and 8e-3 (K 16) of y and the last state, and the table gives
-    5e-3.
+    5e-3. So is a quantity of few numbers, such as the gradient of a constant decay: there one sum that cancels shows.
     """
     shape, erases = MEMBERS[case.member]
     table = {name: limit(name, case.dtype) for name in expected}
     fades = shape is not None and case.decay[1] <= -0.1
     mild = case.beta[1] <= 1.0 and case.beta[0] < 0.9 and min(64, case.T) <= case.K
-    if case.keys == "random" and (not erases or fades or mild):
-        return table
-    same = errors(rounded_chunkwise(case, drawn, outputs), expected)
-    return {name: max(most, 2.0 * same[name]) if math.isfinite(same[name]) else most for name, most in table.items()}
+    easy = case.keys == "random" and (not erases or fades or mild)
+    hard = [name for name, x in expected.items() if not easy or x.numel() < FEW]
+    if hard:
+        same = errors(rounded_chunkwise(case, drawn, outputs), expected)
+        table |= {name: max(table[name], 2.0 * same[name]) for name in hard if math.isfinite(same[name])}
+    return table
 
 
 def check(case: Case, drawn: dict[str, Tensor | None] | None = None, outputs: str = "both", **options) -> dict:

@@ -1,5 +1,6 @@
 """The delta rule token by token, fused in one launch: decoding in place, and the loop over any number of tokens."""
 
+import importlib
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -210,6 +211,7 @@ def test_gates_may_have_any_float_dtype():
 @pytest.mark.parametrize("table", ["delta_step", "delta_recurrent"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_row_of_the_launch_table_computes_the_same(table, device):
+    importlib.import_module("zoo_kernels.delta.recurrent_triton")  # which brings the tables
     case = Case("KDA", B=1, T=2, HV=1, V=40).on(device)
     drawn = case.draw(device)
     expected = truth(drawn)

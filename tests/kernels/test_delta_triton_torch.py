@@ -1,5 +1,7 @@
 """The delta rule's Triton ops in PyTorch's house: registration, compilers, checkpoints, autocast, FLOPs, refusals."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -57,6 +59,26 @@ def test_states_that_were_saved_give_the_gradients_of_states_computed_again(memb
         learning = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
         found.append([*outputs, *torch.autograd.grad(outputs, learning, upstream)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@every_device
+@pytest.mark.parametrize("least", [1, 8], ids=["segments", "whole"])
+@pytest.mark.parametrize("save", [False, True], ids=["recomputed", "saved"])
+@pytest.mark.parametrize("member", ["LA", "GDN", "KDA"])
+def test_calls_past_the_dispatcher_give_the_bits_of_the_op(member, save, least, where, monkeypatch):
+    monkeypatch.setattr(tables, "LEAST_CHUNKS", least)
+    case = Case(member, T=100).on(where)
+    upstream = [case.draw()[name] for name in ("dy", "dlast")]
+    op, past = torch.ops.zoo_kernels.delta_chunkwise, triton_backend.delta_chunkwise
+    found = []
+    # The last: what the forward kept outside of the dispatcher is given to the op of the backward.
+    for call, watcher in ((op, nullcontext()), (past, nullcontext()), (past, FlopCounterMode(display=False))):
+        given = (*arguments(case)[:-1], save)
+        outputs = call(*given)[:2]
+        learning = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        with watcher:
+            found.append([*outputs, *torch.autograd.grad(outputs, learning, upstream)])
+    assert all(torch.equal(one, other) for again in found[1:] for one, other in zip(found[0], again, strict=True))
 
 
 @every_device

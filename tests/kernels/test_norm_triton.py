@@ -102,14 +102,14 @@ def test_slices_are_read_where_they_lie(where, form):
 
 def test_two_strides_reach_slices_and_more_are_copied():
     x, _, gate = views(*draw("cpu", 2, 5, 3, 32))
-    rows = norm_triton._Rows.of(1, x, gate, x.contiguous())
-    assert rows.tensors[0] is x
-    assert rows.tensors[1] is gate
+    rows = norm_triton._rows(1, x.shape, x.stride(), gate.stride(), x.contiguous().stride())
+    assert rows.read(x, gate)[0] is x
+    assert rows.read(x, gate)[1] is gate
     assert (rows.count, rows.size, rows.inner, rows.align) == (30, 32, 3, 8)
     assert rows.strides == ((36, 4), (36, 4), (12, 4))
-    assert norm_triton._Rows.of(1, x[:, ::2]).tensors[0].is_contiguous()
-    assert norm_triton._Rows.of(1, x.mT).tensors[0].is_contiguous()
-    assert not norm_triton._Rows.of(1, x.contiguous()).nested
+    for view in (x[:, ::2], x.mT):
+        assert norm_triton._rows(1, view.shape, view.stride()).read(view)[0].is_contiguous()
+    assert not norm_triton._rows(1, x.shape, x.contiguous().stride()).nested
 
 
 @pytest.mark.parametrize("where", DEVICES)

@@ -36,10 +36,11 @@ from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 # The tile is of channels.
 provide(
     "delta_channel_grads",
+    Row(Launch(tile=64, warps=8), when={"half": False}),
     Row(Launch(tile=64, warps=4), when={"aligned": False}),
     Row(Launch(tile=64, warps=4, stages=2)),
 )
-VALUES = {True: 64, False: 32}  # values of one step of the gradients, by whether operands have 16 bits
+VALUES = 64  # of one step of the gradients; never 32, see LEAST_BLOCK in chunk.py
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def channel_gradients(
             q, k, log_decay, dy, errors, dv, beta, keep, entering, leaving, dscores, doverlaps, tables.chunks,
             spans(form.dtype, q.device), dq, dk, dlog_decay, scale,
             q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=HV, R=form.R, K=K, V=form.V, BT=BT,
-            BV=min(VALUES[form.half], form.BV), ERASES=form.erases, SPLIT=splits(form, log_decay), DT=form.operand,
+            BV=min(VALUES, form.BV), ERASES=form.erases, SPLIT=splits(form, log_decay), DT=form.operand,
             PREC=form.precision, PREC_SUM=SUM_PRECISION, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
     return dq, dk, dlog_decay, dbeta

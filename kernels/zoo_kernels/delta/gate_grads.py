@@ -10,14 +10,16 @@ registers these sums would take.
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo_kernels.delta.chunk import Form
+from zoo_kernels.delta.chunk import EXAMPLES, Form, example
 from zoo_kernels.delta.tables import Tables
-from zoo_kernels.launch import Launch, Row, pick, provide
+from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 
 provide("delta_gate_grads", Row(Launch(tile=64, warps=1)))
 
@@ -72,3 +74,16 @@ def gate_gradient(
             num_warps=launch.warps,
         )  # fmt: skip
     return ddecay.sum(0).to(log_decay.dtype) if constant else ddecay
+
+
+def compile_rows() -> Iterator[CompileRow]:
+    """Every shape class of :data:`zoo_kernels.delta.chunk.EXAMPLES` that decays, for the offline compile gate."""
+    for case in EXAMPLES:
+        x = example(case)
+        if x.log_decay is None or x.decay is None:
+            continue
+        tiles = triton.cdiv(x.form.K, 64)
+        parts, passed = x.decay.new_empty(tiles, *x.decay.shape), x.decay.new_empty(tiles, x.tables.count, x.form.HV)
+        with recorded(case, **{"gate grads": gate_kernel}) as rows:
+            gate_gradient(x.form, x.decay, parts, parts, passed, x.decay, x.log_decay, x.tables)
+        yield from rows

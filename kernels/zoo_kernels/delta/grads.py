@@ -269,4 +269,4 @@ def compile_rows() -> Iterator[CompileRow]:
             gradients(
                 x.form, x.q, x.k, x.v, x.v, x.v, operands_of(x), x.log_decay, x.entering, x.entering, x.tables, 1.0
             )
-        yield from rows
+        yield from (row for row in rows if row[1] is not gate_kernel)  # which has a file of its own

@@ -16,14 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo_kernels.delta.chunk import EXAMPLES, LEAST_BETA, Form, example
-from zoo_kernels.delta.solve import invert_blocks
+from zoo_kernels.delta.solve import invert_blocks, store_blocks
 from zoo_kernels.delta.tables import CHUNK, Tables
 from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 
+# tile: channels of the key of one step.
 provide(
     "delta_prep",
-    Row(Launch(tile=16, warps=1), arch="sm_90", when={"K": (16, 32, 64, 128)}),
-    Row(Launch(tile=16, warps=4)),
+    # Three tf32 products of wider keys spill: 27 KiB a thread at K 256.
+    Row(Launch(tile=32, warps=1), when={"half": False}),
+    Row(Launch(tile=64, warps=1), when={"K": 256}),
+    Row(Launch(tile=128, warps=1)),
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -53,7 +56,7 @@ class Prepared:
 def prep_kernel(
     k, log_decay, beta, chunks, decay, beta_out, solve, bound,
     k_row: tl.constexpr, decay_row: tl.constexpr, beta_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0)
     chunk, head = (at // HV).to(tl.int64), at % HV
@@ -70,33 +73,42 @@ def prep_kernel(
     if ERASES:
         weights = tl.load(beta + (first + whole) * beta_row + head, mask=valid, other=0.0).to(tl.float32)
         tl.store(beta_out + out, tl.maximum(weights, LEAST_BETA), mask=valid)
-        row, channel = tl.arange(0, 16), tl.arange(0, BK)
-        keys = k + first * k_row + (head // R).to(tl.int64) * K + row[:, None] * k_row + channel[None, :]
-        seen = channel[None, :] < K
-        k0 = tl.load(keys, mask=(row[:, None] < rows) & seen, other=0.0)
-        k1 = tl.load(keys + 16 * k_row, mask=(row[:, None] < rows - 16) & seen, other=0.0)
-        k2 = tl.load(keys + 32 * k_row, mask=(row[:, None] < rows - 32) & seen, other=0.0)
-        k3 = tl.load(keys + 48 * k_row, mask=(row[:, None] < rows - 48) & seen, other=0.0)
+        row = tl.arange(0, 16)
+        keys = k + first * k_row + (head // R).to(tl.int64) * K + row[:, None] * k_row
+        square = tl.zeros([16, 16], tl.float32)
+        s0, s1, s2, s3, s10, s20, s30, s21, s31, s32 = (
+            square, square, square, square, square, square, square, square, square, square,
+        )  # fmt: skip
+        for begin in tl.range(0, K, BT, num_stages=1):
+            channel = begin + tl.arange(0, BT)[None, :]
+            seen, at_keys = channel < K, keys + channel
+            k0 = tl.load(at_keys, mask=(row[:, None] < rows) & seen, other=0.0)
+            k1 = tl.load(at_keys + 16 * k_row, mask=(row[:, None] < rows - 16) & seen, other=0.0)
+            k2 = tl.load(at_keys + 32 * k_row, mask=(row[:, None] < rows - 32) & seen, other=0.0)
+            k3 = tl.load(at_keys + 48 * k_row, mask=(row[:, None] < rows - 48) & seen, other=0.0)
+            s0 = tl.dot(k0, tl.trans(k0), s0, input_precision=PREC)
+            s1 = tl.dot(k1, tl.trans(k1), s1, input_precision=PREC)
+            s2 = tl.dot(k2, tl.trans(k2), s2, input_precision=PREC)
+            s3 = tl.dot(k3, tl.trans(k3), s3, input_precision=PREC)
+            s10 = tl.dot(k1, tl.trans(k0), s10, input_precision=PREC)
+            s20 = tl.dot(k2, tl.trans(k0), s20, input_precision=PREC)
+            s30 = tl.dot(k3, tl.trans(k0), s30, input_precision=PREC)
+            s21 = tl.dot(k2, tl.trans(k1), s21, input_precision=PREC)
+            s31 = tl.dot(k3, tl.trans(k1), s31, input_precision=PREC)
+            s32 = tl.dot(k3, tl.trans(k2), s32, input_precision=PREC)
         scale = beta + first * beta_row + head + row * beta_row
         b0 = tl.maximum(tl.load(scale, mask=row < rows, other=0.0).to(tl.float32), LEAST_BETA)
         b1 = tl.maximum(tl.load(scale + 16 * beta_row, mask=row < rows - 16, other=0.0).to(tl.float32), LEAST_BETA)
         b2 = tl.maximum(tl.load(scale + 32 * beta_row, mask=row < rows - 32, other=0.0).to(tl.float32), LEAST_BETA)
         b3 = tl.maximum(tl.load(scale + 48 * beta_row, mask=row < rows - 48, other=0.0).to(tl.float32), LEAST_BETA)
         below, same = row[:, None] > row[None, :], row[:, None] == row[None, :]
-        s0 = tl.dot(k0, tl.trans(k0), input_precision=PREC) * b0[None, :]
-        s1 = tl.dot(k1, tl.trans(k1), input_precision=PREC) * b1[None, :]
-        s2 = tl.dot(k2, tl.trans(k2), input_precision=PREC) * b2[None, :]
-        s3 = tl.dot(k3, tl.trans(k3), input_precision=PREC) * b3[None, :]
+        s0, s1, s2, s3 = s0 * b0[None, :], s1 * b1[None, :], s2 * b2[None, :], s3 * b3[None, :]
+        s10, s20, s30 = s10 * b0[None, :], s20 * b0[None, :], s30 * b0[None, :]
+        s21, s31, s32 = s21 * b1[None, :], s31 * b1[None, :], s32 * b2[None, :]
         if GATED:
             # The map of one token is decay * (I - beta k k^T), whose norm is at most decay * max(1, |1 - beta k.k|).
             growth = tl.sum(_growth(s0, same) + _growth(s1, same) + _growth(s2, same) + _growth(s3, same), 0)
             tl.store(bound + chunk * HV + head, total + growth)
-        s10 = tl.dot(k1, tl.trans(k0), input_precision=PREC) * b0[None, :]
-        s20 = tl.dot(k2, tl.trans(k0), input_precision=PREC) * b0[None, :]
-        s30 = tl.dot(k3, tl.trans(k0), input_precision=PREC) * b0[None, :]
-        s21 = tl.dot(k2, tl.trans(k1), input_precision=PREC) * b1[None, :]
-        s31 = tl.dot(k3, tl.trans(k1), input_precision=PREC) * b1[None, :]
-        s32 = tl.dot(k3, tl.trans(k2), input_precision=PREC) * b2[None, :]
         x00, x11, x22, x33, x10, x20, x30, x21, x31, x32 = invert_blocks(
             tl.where(below, s0, 0.0), tl.where(below, s1, 0.0), tl.where(below, s2, 0.0), tl.where(below, s3, 0.0),
             s10, s20, s30, s21, s31, s32, PREC,
@@ -115,10 +127,10 @@ def prep_kernel(
             x32 *= tl.exp2(g3[:, None] - g2[None, :])
         zero = tl.zeros([16, 16], tl.float32)
         target = solve + (first * HV + head) * 64 + row[:, None] * (HV * 64) + row[None, :]
-        _store_blocks(target, x00, zero, zero, zero, row < rows)
-        _store_blocks(target + 16 * HV * 64, x10, x11, zero, zero, row < rows - 16)
-        _store_blocks(target + 32 * HV * 64, x20, x21, x22, zero, row < rows - 32)
-        _store_blocks(target + 48 * HV * 64, x30, x31, x32, x33, row < rows - 48)
+        store_blocks(target, x00, zero, zero, zero, row < rows)
+        store_blocks(target + 16 * HV * 64, x10, x11, zero, zero, row < rows - 16)
+        store_blocks(target + 32 * HV * 64, x20, x21, x22, zero, row < rows - 32)
+        store_blocks(target + 48 * HV * 64, x30, x31, x32, x33, row < rows - 48)
     elif GATED:
         tl.store(bound + chunk * HV + head, total)
 
@@ -141,15 +153,6 @@ def _decays(later, earlier, keep):
     return tl.exp2(tl.where(keep, later[:, None] - earlier[None, :], float("-inf")))
 
 
-@triton.jit
-def _store_blocks(target, c0, c1, c2, c3, valid):
-    dtype = target.dtype.element_ty
-    tl.store(target, c0.to(dtype), mask=valid[:, None])
-    tl.store(target + 16, c1.to(dtype), mask=valid[:, None])
-    tl.store(target + 32, c2.to(dtype), mask=valid[:, None])
-    tl.store(target + 48, c3.to(dtype), mask=valid[:, None])
-
-
 def prepare(form: Form, k: Tensor, log_decay: Tensor | None, beta: Tensor | None, tables: Tables) -> Prepared:
     """Launch :func:`prep_kernel`.
 
@@ -166,13 +169,12 @@ def prepare(form: Form, k: Tensor, log_decay: Tensor | None, beta: Tensor | None
     weights = None if beta is None else new(tokens, heads, dtype=exact)
     solve = None if beta is None else new(tokens, heads, CHUNK, dtype=form.dtype)
     if tables.count:
-        launch = pick("delta_prep", form.arch, K=form.BK)
+        launch = pick("delta_prep", form.arch, K=form.BK, half=form.half)
         prep_kernel[(tables.count * heads,)](
             k, log_decay, beta, tables.chunks, decay, weights, solve, bound,
             k_row=k.stride(0), decay_row=0 if log_decay is None or log_decay.dim() == 1 else log_decay.stride(0),
-            beta_row=0 if beta is None else beta.stride(0), HV=heads, R=form.R,
-            K=form.K, BK=form.BK, GATED=log_decay is not None, ERASES=beta is not None, PREC=form.precision,
-            num_warps=launch.warps,
+            beta_row=0 if beta is None else beta.stride(0), HV=heads, R=form.R, K=form.K, BT=min(launch.tile, form.BK),
+            GATED=log_decay is not None, ERASES=beta is not None, PREC=form.precision, num_warps=launch.warps,
         )  # fmt: skip
     return Prepared(decay, weights, solve, bound)
 

@@ -21,7 +21,7 @@ from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 
 provide(
     "delta_readout",
-    Row(Launch(tile=32, warps=4), when={"half": False}),
+    Row(Launch(tile=64, warps=8), when={"half": False}),
     Row(Launch(tile=128, warps=4), when={"K": (16, 32, 64, 128)}),
     Row(Launch(tile=64, warps=4)),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def recurrent(
         y [B, T, HV, V] in v's dtype.
     """
     (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
-    y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    y = torch.empty_like(v, memory_format=torch.contiguous_format)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if sequences == 0:
         return y
@@ -191,10 +192,13 @@ def recurrent(
 
 def _tiles(table: str, arch: str, K: int, V: int) -> tuple[Launch, int, int]:
     """The launch, K padded to a power of two, and as much of V, padded too, as one program takes."""
-    BK, BV = (1 << (size - 1).bit_length() for size in (K, V))
-    BK = max(16, BK)
-    chosen = launch.pick(table, arch, K=BK)
-    BV = min(chosen.tile, max(8, BV))
+    BK = max(16, 1 << (K - 1).bit_length())
+    return _sized(launch.pick(table, arch, K=BK), BK, V)
+
+
+@cache
+def _sized(chosen: Launch, BK: int, V: int) -> tuple[Launch, int, int]:
+    BV = min(chosen.tile, max(8, 1 << (V - 1).bit_length()))
     # Fewer than 8 numbers a thread, and two warps may hold one: the slower would read what the faster has written.
     return replace(chosen, warps=min(chosen.warps, max(1, BK * BV // 256))), BK, BV
 
@@ -203,11 +207,15 @@ def _rows(x: Tensor | None) -> tuple[Any, int]:
     """``x`` [B, T, ...] and the distance between tokens; copied where one distance does not reach all of them."""
     if x is None or not x.numel():
         return x, 0
-    (B, T), inner = x.shape[:2], x[0, 0]
-    if not inner.is_contiguous() or (B > 1 and T > 1 and x.stride(0) != T * x.stride(1)):
-        x = x.contiguous()
+    (B, T, *inner), (row, token, *steps) = x.shape, x.stride()
+    size, dense = 1, B == 1 or T == 1 or row == T * token
+    for count, step in zip(reversed(inner), reversed(steps)):
+        dense = dense and (count == 1 or step == size)
+        size *= count
+    if not dense:
+        x, row, token = x.contiguous(), T * size, size
     # Where B or T is 1, its stride means nothing.
-    return x, x.stride(1) if T > 1 else x.stride(0) if B > 1 else inner.numel()
+    return x, token if T > 1 else row if B > 1 else size
 
 
 def _kind(log_decay: Tensor | None) -> str:

@@ -29,6 +29,12 @@ provide(
     Row(Launch(tile=64, warps=4, stages=1), when={"aligned": False}),
     Row(Launch(tile=64, warps=4, stages=3)),
 )
+# tile: values of one program.
+provide(
+    "delta_chain",
+    Row(Launch(tile=64, warps=8), when={"half": False}),
+    Row(Launch(tile=64, warps=4)),
+)
 
 # A map whose norm is below 2^-64 leaves nothing of a state that fp32 could still tell beside what was written since.
 FORGOTTEN = tl.constexpr(-64.0)
@@ -255,12 +261,13 @@ def segment_starts(
 def chain(form: Form, maps: Maps, added: Tensor, outer: Tensor | None, tables: Tables, *, reverse: bool) -> Tensor:
     """Run through the segments' maps: what enters each segment, or in reverse the gradient of what leaves it."""
     carried = torch.empty_like(added)
-    BV = 16 if form.BK > 64 else 32
+    launch = pick("delta_chain", form.arch, K=form.BK, half=form.half)
+    BV = min(launch.tile, form.BV)
     grid = ((tables.parts.shape[0] - 1) * form.HV * triton.cdiv(form.V, BV),)
     chain_kernel[grid](
         maps.matrix, maps.fading, added, outer, tables.parts, carried,
         HV=form.HV, K=form.K, V=form.V, BK=form.BK, BV=BV, ERASES=form.erases, OUTER=outer is not None, REVERSE=reverse,
-        PREC=form.precision, num_warps=4,
+        PREC=form.precision, num_warps=launch.warps,
     )  # fmt: skip
     return carried
 

@@ -20,6 +20,7 @@ from zoo_kernels.delta import op as door
 from zoo_kernels.delta.call import DeltaCall, without_autocast
 from zoo_kernels.delta.reference import Recurrent
 from zoo_kernels.device import Kernels, missing
+from zoo_kernels.eager import operator
 
 OP = "delta_step"
 MAX_TOKENS = 16
@@ -78,7 +79,7 @@ def delta_step(
     return _delta_step(q, k, v, state, log_decay, beta, slots, scale, backend)
 
 
-@torch.library.custom_op("zoo_kernels::delta_step", mutates_args=("state",))
+@operator("zoo_kernels::delta_step", mutates=("state",))
 def _delta_step(
     q: Tensor,
     k: Tensor,
@@ -104,7 +105,7 @@ def _(q: Any, k: Any, v: Tensor, state: Any, log_decay: Any, beta: Any, slots: A
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("zoo_kernels::delta_recurrent", mutates_args=())
+@operator("zoo_kernels::delta_recurrent")
 def _delta_recurrent(
     q: Tensor,
     k: Tensor,

@@ -21,6 +21,7 @@ from zoo_kernels.delta.readout import read_out
 from zoo_kernels.delta.scan import Operands
 from zoo_kernels.delta.scan_back import scan_back
 from zoo_kernels.delta.tables import CHUNK, PROGRAMS_PER_PROCESSOR, Tables, most_segments, piece, tables
+from zoo_kernels.eager import operator
 from zoo_kernels.launch import pick
 
 # The chain of segments multiplies by whole K x K maps, which fit a multiprocessor up to this K.
@@ -75,12 +76,16 @@ class Triton(device.Kernels):
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16"
         return None
 
+    def declines(self, call: DeltaCall) -> str | None:
+        """By itself it serves bf16, in which every member has been tried on a GPU."""
+        return super().declines(call) or (None if call.v.dtype == torch.bfloat16 else device.UNPROVEN)
+
     def run(self, call: DeltaCall) -> tuple[Tensor, Tensor]:
         """y [B, T, HV, V] in v's dtype, and the last state [N, HV, K, V]."""
         offsets = chunk_table = None
         if call.packing is not None:
             offsets, chunk_table = call.packing.host_offsets, call.packing.chunk_table
-        y, last, *_ = torch.ops.zoo_kernels.delta_chunkwise(
+        y, last, *_ = delta_chunkwise(
             call.q, call.k, call.v, call.log_decay, call.beta, call.initial_state, offsets, chunk_table, call.scale,
             call.learns and saves_states(call),
         )  # fmt: skip
@@ -189,8 +194,32 @@ def _kept(plan: Plan, v: Tensor, save: bool) -> list[tuple[tuple[int, ...], torc
 OPERANDS = 9  # the first of these
 
 
+def _places(plan: Plan, v: Tensor, save: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the op's outputs for :func:`_kept`, which are empty where nothing is kept."""
+    return [wanted or ((0,), plan.form.dtype) for wanted in _kept(plan, v, save)]
+
+
 # -------------------------------------------------------------------------------------------------------------- the ops
-@torch.library.custom_op("zoo_kernels::delta_chunkwise", mutates_args=())
+def _chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None,
+    offsets: Tensor | None, chunk_table: Tensor | None, scale: float, save: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """:func:`delta_chunkwise`, with None for what is not kept."""
+    plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
+    form, layout = plan.form, plan.tables(v, offsets)
+    x = _prepare(form, _rows(q), _rows(k), _gate(log_decay), _gate(beta), layout, scale)
+    start, maps, values = state if state is None else state.contiguous(), None, _rows(v)
+    if layout.split:
+        start, maps = scan.segment_starts(form, x, values, layout, start, plan.segments)
+    last, entering, errors = scan.scan(form, x, values, layout, start)
+    y = read_out(form, x, values if errors is None else errors, entering, layout, v.dtype, scale)
+    found = [x.reader, x.writer, x.query, x.decay, x.beta, x.solve, x.bound, x.keep, x.scores, entering, errors]
+    found += [start, maps.matrix, maps.fading] if maps is not None else [None] * 3
+    kept = (tensor if wanted is not None else None for tensor, wanted in zip(found, _kept(plan, v, save)))
+    return y.view(v.shape), last, *kept
+
+
+@operator("zoo_kernels::delta_chunkwise", implementation=_chunkwise)
 def delta_chunkwise(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor | None,
     offsets: Tensor | None, chunk_table: Tensor | None, scale: float, save: bool,
@@ -207,21 +236,10 @@ def delta_chunkwise(
     Returns:
         y, the last state, and what the backward needs, as :func:`_kept` lists it.
     """
-    plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
-    form, layout = plan.form, plan.tables(v, offsets)
-    x = _prepare(form, _rows(q), _rows(k), _gate(log_decay), _gate(beta), layout, scale)
-    start, maps, values = state if state is None else state.contiguous(), None, _rows(v)
-    if layout.split:
-        start, maps = scan.segment_starts(form, x, values, layout, start, plan.segments)
-    last, entering, errors = scan.scan(form, x, values, layout, start)
-    y = read_out(form, x, values if errors is None else errors, entering, layout, v.dtype, scale)
-    found = [x.reader, x.writer, x.query, x.decay, x.beta, x.solve, x.bound, x.keep, x.scores, entering, errors]
-    found += [start, maps and maps.matrix, maps and maps.fading] if maps is not None else [None] * 3
-    kept = []
-    for tensor, wanted in zip(found, _kept(plan, v, save)):
-        shape, dtype = ((0,), form.dtype) if wanted is None else wanted
-        kept.append(v.new_empty(shape, dtype=dtype) if wanted is None or tensor is None else tensor)
-    return (y.view(v.shape), last, *kept)  # pyright: ignore[reportReturnType]  # _kept names fourteen
+    y, last, *kept = _chunkwise(q, k, v, log_decay, beta, state, offsets, chunk_table, scale, save)
+    places = _places(Plan.of(q, v, log_decay, beta, offsets, chunk_table), v, save)
+    whole = (v.new_empty(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in zip(kept, places))
+    return (y, last, *whole)  # pyright: ignore[reportReturnType]  # _kept names fourteen
 
 
 @delta_chunkwise.register_fake
@@ -229,14 +247,13 @@ def _(q, k, v, log_decay, beta, state, offsets, chunk_table, scale, save):
     plan = Plan.of(q, v, log_decay, beta, offsets, chunk_table)
     form = plan.form
     last = v.new_empty((plan.sequences, form.HV, form.K, form.V), dtype=torch.float32)
-    wanted = (one or ((0,), form.dtype) for one in _kept(plan, v, save))
-    return (v.new_empty(v.shape), last, *(v.new_empty(shape, dtype=dtype) for shape, dtype in wanted))
+    return (v.new_empty(v.shape), last, *(v.new_empty(shape, dtype=dtype) for shape, dtype in _places(plan, v, save)))
 
 
-@torch.library.custom_op("zoo_kernels::delta_chunkwise_backward", mutates_args=())
+@operator("zoo_kernels::delta_chunkwise_backward")
 def delta_chunkwise_backward(
     dy: Tensor, dlast: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
-    state: Tensor | None, offsets: Tensor | None, chunk_table: Tensor | None, kept: list[Tensor], scale: float,
+    state: Tensor | None, offsets: Tensor | None, chunk_table: Tensor | None, kept: list[Tensor | None], scale: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta and state; those of absent ones are empty."""
@@ -296,7 +313,7 @@ def _remember(ctx, inputs, output):
     q, k, v, log_decay, beta, state, offsets, chunk_table, scale, save = inputs
     ctx.save_for_backward(q, k, v, log_decay, beta, state, offsets, chunk_table, *output[2:])
     ctx.scale, ctx.save = scale, save
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*(x for x in output[2:] if x is not None))
     ctx.set_materialize_grads(False)
 
 
@@ -306,9 +323,7 @@ def _backward(ctx, dy, dlast, *_):
     if dy is None and dlast is None:
         return (None,) * 10
     dy = torch.zeros_like(tensors[2]) if dy is None else dy
-    found = torch.ops.zoo_kernels.delta_chunkwise_backward(
-        dy, dlast, *tensors[:8], list(tensors[8:]), ctx.scale, ctx.save
-    )
+    found = delta_chunkwise_backward(dy, dlast, *tensors[:8], list(tensors[8:]), ctx.scale, ctx.save)
     return (*(None if x is None else gradient for x, gradient in zip(given, found)), None, None, None, None)
 
 
