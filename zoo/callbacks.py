@@ -94,7 +94,8 @@ class Throughput(Callback):
         if self._steps == self.skip:
             self._restart()
         settled: Any = trainer  # its connectors set log_every_n_steps, which no annotation tells
-        logged = trainer.global_step % settled.log_every_n_steps == 0
+        every = settled.log_every_n_steps
+        logged = every and trainer.global_step % every == 0
         if self._steps > self.skip and (logged or trainer.global_step == trainer.max_steps):
             self._take(pl_module)
 

@@ -54,6 +54,7 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: t
     stored = read_checkpoint(file)
     architecture = Architecture.from_plain(stored["zoo"]["architecture"])
     model = architecture.build(device="meta")
+    _fill_unstored(model)
     weights = {k.removeprefix("model."): v for k, v in stored["state_dict"].items() if k.startswith("model.")}
     try:
         model.load_state_dict(weights, strict=True, assign=True)
@@ -63,6 +64,16 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", dtype: t
         model.head.weight = model.embedding.weight
     model.to(device=device, dtype=dtype).eval()
     return Loaded(model, architecture, stored["zoo"])
+
+
+def _fill_unstored(model: HybridLM) -> None:
+    """Fill, on the CPU, buffers that no checkpoint holds, as they follow from the settings: RetNet's decay."""
+    stored = model.state_dict().keys()
+    owners = {name.rpartition(".")[0] for name, _ in model.named_buffers() if name not in stored}
+    with torch.random.fork_rng(devices=[]):
+        for owner in map(model.get_submodule, owners):
+            owner.to_empty(device="cpu", recurse=False)
+            owner.reset_parameters()  # type: ignore[operator]  # whatever else it fills is loaded behind
 
 
 def read_checkpoint(file: Path) -> dict[str, Any]:

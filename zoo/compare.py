@@ -68,6 +68,11 @@ class Result:
     curve: list[tuple[int, float]] = field(default_factory=list)
     train_curve: list[tuple[int, float]] = field(default_factory=list)
 
+    @property
+    def score(self) -> str:
+        """The validation's outcome in words; a task has no bytes."""
+        return f"{self.bpb:.4f} bits per byte" if math.isfinite(self.bpb) else f"{self.loss:.4f} nats per label"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -210,8 +215,9 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
             "--out FOLDER"
         )
     if stored.get("status") == "finished":
-        say(f"  finished before: {stored['bpb']:.4f} bits per byte")
-        return _read_result(arm, stored)
+        result = _read_result(arm, stored)
+        say(f"  finished before: {result.score}")
+        return result
     folder.mkdir(parents=True, exist_ok=True)
     write_json(status, {"key": key, "status": "running"})
     try:
@@ -222,7 +228,7 @@ def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> 
         result = Result(arm, "failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
         say(f"  failed: {result.error}")
     if result.status == "finished":
-        say(f"  {result.bpb:.4f} bits per byte after {result.tokens:,} tokens in {result.seconds:.0f} s")
+        say(f"  {result.score} after {result.tokens:,} tokens in {result.seconds:.0f} s")
     write_json(status, {"key": key, **plain_result(result)})
     return result
 

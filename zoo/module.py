@@ -173,7 +173,7 @@ class HybridLMModule(pl.LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the norm of the whole gradient before clipping, on steps that are logged."""
         trainer: Any = self.trainer  # its connectors set log_every_n_steps, which no annotation tells
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
             norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
             self.log("grad_norm", torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm())
 

@@ -42,7 +42,7 @@ def draw_curves(
             linewidth=1.6,
             label=f"{arm}: {bits[-1]:.3f}",
         )
-    names = {"unigram": "unigram entropy", "bigram": "entropy given the byte before"}
+    names = {"unigram": "unigram entropy", "bigram": "entropy given the token before"}
     for name, bits in entropies.items():
         axes.axhline(bits, color="#666666", linestyle="--", linewidth=0.9)
         axes.annotate(

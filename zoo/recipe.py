@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -97,13 +98,13 @@ class ZooCLI(LightningCLI):
         budget, trainer = config.budget, config.trainer
         if trainer.default_root_dir is None:
             trainer.default_root_dir = "runs/default"
+        check_numbers(trainer)
         if budget.tokens is not None:
             self._take_budget(config)
         elif trainer.max_steps == -1 and "subcommand" in self.config and self.config.subcommand == "fit":
             raise UserError("how long shall it train? Give budget.tokens (and the steps follow), or trainer.max_steps")
         if config.data is None:
             raise UserError("the recipe has no data; give data.class_path, such as zoo.data.TokenData")
-        refuse_packed_true_precision(trainer.precision, config.data)
         if trainer.callbacks is None:
             trainer.callbacks = []
 
@@ -113,14 +114,20 @@ class ZooCLI(LightningCLI):
             config.budget.batch_tokens, config.budget.tokens
         ).steps  # tokens are given, so it is a number
         typed = any(re.match(r"--trainer\.max_steps(=|$)", word) for word in self.given)
-        asked = config.trainer.max_steps
-        if asked not in (-1, steps) and not typed:  # a run's own config.yaml holds the steps that followed
+        asked, spanned = config.trainer.max_steps, config.model.total_steps
+        if spanned not in (None, steps):
+            raise UserError(
+                f"model.total_steps is {spanned}, but budget.tokens makes {steps} steps; leave it to the budget: "
+                "--model.total_steps null"
+            )
+        # The config.yaml of a run that was cut short holds both numbers.
+        if asked not in (-1, steps) and not typed and spanned is None:
             raise UserError(
                 f"the recipe gives budget.tokens ({config.budget.tokens:,}, which makes {steps} steps) and "
                 f"trainer.max_steps ({asked}): "
                 "keep one of them; --trainer.max_steps on the command line may cut a run short"
             )
-        if asked > steps or asked < -1 or asked == 0:
+        if asked > steps:
             raise UserError(
                 f"--trainer.max_steps {asked}: it may only cut the {steps} steps of the budget short; raise the budget"
             )
@@ -147,7 +154,14 @@ class ZooCLI(LightningCLI):
             root = settings.default_root_dir
             csv = CSVLogger(root, name="logs", flush_logs_every_n_steps=10)
             kwargs["logger"] = [csv, TensorBoardLogger(root, name="tensorboard")]
-        trainer: Any = super().instantiate_trainer(**kwargs)
+        try:
+            trainer: Any = super().instantiate_trainer(**kwargs)
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+            named = ("accelerator", "devices", "strategy", "precision")
+            given = ", ".join(f"{name} {settings[name]}" for name in named if settings[name] not in (None, "auto"))
+            raise UserError(
+                f"trainer ({given}): {str(error).rstrip('.!')}. `zoo doctor` shows what serves on this machine."
+            ) from error
         trainer.callbacks += [RunHeader(), WritePredictions()]
         if trainer.logger is not None:
             trainer.callbacks.append(LearningRateMonitor(logging_interval="step"))
@@ -185,6 +199,8 @@ class SaveRun(SaveConfigCallback):
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self.folder = trainer.log_dir  # every rank must ask: the answer is broadcast
+        if stage == "fit":
+            self.config = trained_again(self.config)
         super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -193,6 +209,20 @@ class SaveRun(SaveConfigCallback):
             name = "recipe.yaml" if number == 1 else f"recipe.{number}.yaml"
             written = Path(os.fspath(path)).read_text(encoding="utf-8")
             Path(str(self.folder), name).write_text(written, encoding="utf-8")
+
+
+def trained_again(config: Any) -> Any:
+    """The configuration of a run that trains it again from its beginning, in another folder too.
+
+    Without what followed from the budget, which would not follow another one, and without ``ckpt_path: last``: the run
+    went on from itself, which is no other run than one that was never stopped.
+    """
+    again = config.clone()
+    if again.budget.tokens is not None and again.trainer.max_steps == again.model.total_steps:
+        again.trainer.max_steps, again.model.total_steps = -1, None
+    if again.ckpt_path == "last":
+        again.ckpt_path = None
+    return again
 
 
 def resolve_checkpoint(path: str | None, root: Path) -> None:
@@ -210,6 +240,20 @@ def resolve_checkpoint(path: str | None, root: Path) -> None:
         raise UserError(f"--ckpt_path {path}: there is no {wanted}; leave the option out to train from scratch")
     if wanted.is_file():
         read_checkpoint(wanted)
+
+
+def check_numbers(trainer: Any) -> None:
+    """Refuse numbers of the trainer that Lightning would stumble over in the middle of a run.
+
+    Raises:
+        UserError: with the setting, its value and what to give instead.
+    """
+    if trainer.max_steps == 0 or trainer.max_steps < -1:
+        raise UserError(f"trainer.max_steps is {trainer.max_steps}, but a run has at least 1 step; -1: no limit")
+    if trainer.accumulate_grad_batches < 1:
+        raise UserError(f"trainer.accumulate_grad_batches is {trainer.accumulate_grad_batches}; give at least 1")
+    if trainer.val_check_interval == 0:
+        raise UserError("trainer.val_check_interval is 0; --trainer.limit_val_batches 0 leaves validation out")
 
 
 def check_files(words: Sequence[str], parser: LightningArgumentParser) -> None:
@@ -238,19 +282,6 @@ def check_files(words: Sequence[str], parser: LightningArgumentParser) -> None:
                 raise UserError(f"recipe {path} has an unknown key '{key}'{near(str(key), known)}\n{listed}")
 
 
-def refuse_packed_true_precision(precision: Any, data: Any) -> None:
-    """Lightning's "true" precisions look into every batch and stop at a packing; say so before anything is built.
-
-    Raises:
-        UserError: naming the precision and two ways out.
-    """
-    if str(precision) in ("bf16-true", "16-true", "64-true", "64") and data.init_args.get("doc_mask", False):
-        raise UserError(
-            f"trainer.precision {precision} cannot carry packed documents yet; take bf16-mixed or 32-true, or set "
-            "data.init_args.doc_mask to false"
-        )
-
-
 HELP_LINE = "`zoo fit --help` lists every setting."
 # What jsonargparse calls types, in words.
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
@@ -276,6 +307,8 @@ def _shorten(message: str, parser: LightningArgumentParser) -> str:
 
 
 def _with_near(text: str, parser: LightningArgumentParser) -> str:
+    if "--> model.vocab_size" in text:
+        return "model.vocab_size follows from the data and is never written; leave it out"
     misplaced = re.search(r"does not accept option '(?:model\.)?([^'.]+)'|--model\.(\w+)(?:=|$)", text)
     name = next((word for word in misplaced.groups() if word), "") if misplaced else ""
     error = misplaced_key(name, "...") if name else None
@@ -317,6 +350,12 @@ def quiet(*, greetings: bool = True) -> None:
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec.*")
     # compare builds its arms through the same command line, from Python.
     warnings.filterwarnings("ignore", "LightningCLI's args parameter is intended")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_advice)
     if not greetings:
         for name in ("lightning.pytorch", "lightning.fabric", "lightning_utilities.core.rank_zero"):
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    """Lightning recommends a product of its makers at the start of every run."""
+    return "litlogger" not in record.getMessage()

@@ -13,7 +13,6 @@ import torch
 
 from zoo import __version__, console
 from zoo.compare import Plan, Result, instantiate, plain_result, write_json
-from zoo.data.tokenizer import ByteTokenizer
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 from zoo.plot import draw_curves
 
@@ -69,15 +68,15 @@ def text_entropies(plan: Plan) -> dict[str, float]:
     anything.
 
     Returns:
-        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens; empty where the data is no
-        text, or its tokens are no bytes.
+        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens, by the bytes that these stand for, as
+        the arms' bits are; empty where the data is no text.
     """
     data = instantiate(plan.recipe, plan.overrides).datamodule
-    # Only where a token is a byte are its bits per token bits per byte.
-    if not hasattr(data, "eval_text") or data.tokenizer.identity != ByteTokenizer.identity:
+    if not hasattr(data, "eval_text"):
         return {}
     ids = data.eval_text("val")
-    return {"unigram": unigram_entropy(ids), "bigram": bigram_conditional_entropy(ids)}
+    per_byte = len(ids) / data.eval_bytes("val")
+    return {"unigram": unigram_entropy(ids) * per_byte, "bigram": bigram_conditional_entropy(ids) * per_byte}
 
 
 def write_report(plan: Plan, results: list[Result], out: str | Path, entropies: dict[str, float]) -> dict[str, Path]:
@@ -136,9 +135,8 @@ def notes(plan: Plan, entropies: dict[str, float]) -> list[str]:
     ]
     if entropies:
         lines.append(
-            f"The validation bytes themselves: unigram entropy {entropies['unigram']:.4f} bits, entropy given the byte "
-            "before "
-            f"{entropies['bigram']:.4f} bits."
+            f"The validation tokens themselves, in bits per byte: unigram entropy {entropies['unigram']:.4f}, entropy "
+            f"given the token before {entropies['bigram']:.4f}."
         )
     return lines
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -164,6 +165,39 @@ def test_a_recipe_is_explained_as_it_would_be_trained(capsys, tmp_path):
     assert err == "mixers: settings for GA left out, no layer is GA\n"
     out, err = said(capsys, "explain", "GA", "--recipe", str(file), "--d_model", "128")
     assert "canonical GA:heads=2    4 layers    d_model 128" in out
+
+
+def bpe(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=30, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(["some words and some more"], trainer)
+    tokenizer.save(str(tmp_path / "bpe.json"))
+    return tokenizer.get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "vocabulary"),
+    [
+        ("pattern: GA", "zoo.data.TokenData", "257"),
+        ("pattern: GA", "{class_path: zoo.data.TokenData, init_args: {tokenizer: BPE}}", "BPE"),
+        ("pattern: GA", "{class_path: zoo.data.TaskData, init_args: {task: parity}}", "3"),
+        ("pattern: GA", "{class_path: TaskData, init_args: {profile: gpu, options: {vocab: 512}}}", "512"),
+        ("preset: gdn-h1-0.4b, n_layers: 2", "{class_path: zoo.data.TokenData}", "257"),
+        ("preset: gdn-h1-0.4b, n_layers: 2", "{class_path: another.Data}", "32,000"),
+    ],
+)
+def test_a_recipe_is_explained_with_the_vocabulary_of_its_data(capsys, tmp_path, model, data, vocabulary):
+    size = bpe(tmp_path) if vocabulary == "BPE" else vocabulary
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"model: {{{model}, d_model: 64}}\ndata: {data}\n".replace("BPE", str(tmp_path / "bpe.json")))
+    assert f"vocabulary {size}, " in said(capsys, "explain", "--recipe", str(file)).out
+
+
+@pytest.mark.parametrize(("name", "vocabulary"), [("tiny_overwrite", 64), ("tiny_parity", 3), ("tiny_text", 257)])
+def test_the_recipes_that_ship_are_explained_as_they_are_trained(capsys, name, vocabulary):
+    recipe = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    assert f"vocabulary {vocabulary}, untied" in said(capsys, "explain", "--recipe", str(recipe)).out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,9 @@ from zoo.architecture import settle
 from zoo.budget import match_parameters, non_embedding
 from zoo.checkpoint import load_model
 from zoo.cli import main
+from zoo.compare import instantiate
 from zoo.errors import UserError
+from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 
 ARMS = ["GA", "GDN,SWA"]
 
@@ -77,7 +80,8 @@ def test_arms_read_the_same_tokens_and_the_table_agrees_with_the_files(compare, 
         assert int(row["parameters"]) == arm["arm"]["parameters"]["non_embedding"]
     assert (tmp_path / "compared" / "curves.png").stat().st_size > 10_000
     assert "held: training tokens and their order (exact)" in printed
-    assert "entropy given the byte before" in printed
+    assert "entropy given the token before" in printed
+    assert results["entropies"]["bigram"] < results["entropies"]["unigram"] < 8
 
 
 def test_what_finished_is_not_run_again_and_gives_the_same_table(compare, tmp_path, capsys):
@@ -172,6 +176,33 @@ def test_another_text_is_another_comparison(compare, text, capsys):
     (text / "new.txt").write_text("something that was not there", encoding="utf-8")
     assert compare("GA") == 2
     assert "another comparison" in capsys.readouterr().err
+
+
+def test_entropies_are_by_the_byte_whatever_a_token_is(compare, recipe, text, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator([file.read_text(encoding="utf-8") for file in text.iterdir()], trainer)
+    tokenizer.save(str(tmp_path / "bpe.json"))
+    assert compare("GA", "--set", f"data.init_args.tokenizer={tmp_path / 'bpe.json'}") == 0
+    data = instantiate(recipe, [f"--data.init_args.tokenizer={tmp_path / 'bpe.json'}"]).datamodule
+    ids = data.eval_text("val")
+    ends = len(data.corpus.splits["val"].starts) - 1
+    text_bytes = sum(len(tokenizer.decode([i]).encode()) for i in ids if i != data.tokenizer.separator)
+    assert 2 * (len(ids) - ends) < text_bytes, "a token must stand for several bytes, or this test shows nothing"
+    found = read(tmp_path)["entropies"]
+    assert found["unigram"] == pytest.approx(unigram_entropy(ids) * len(ids) / text_bytes)
+    assert found["bigram"] == pytest.approx(bigram_conditional_entropy(ids) * len(ids) / text_bytes)
+    assert f"in bits per byte: unigram entropy {found['unigram']:.4f}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_task_is_compared_by_its_loss_and_what_finished_is_read_again(compare, recipe, capsys):
+    data = "data={class_path: zoo.data.TaskData, init_args: {task: overwrite, val_rows: 8}}"
+    words = ["GA", "--set", data, "--set", "budget.batch_tokens=72", "--set", "budget.tokens=216"]
+    assert compare(*words) == 0
+    assert "nats per label after 216 tokens" in capsys.readouterr().out
+    assert compare(*words) == 0
+    assert re.search(r"finished before: \d\.\d{4} nats per label", capsys.readouterr().out)
 
 
 def test_a_missing_recipe_is_named(tmp_path, capsys):

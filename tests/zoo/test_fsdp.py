@@ -8,13 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from zoo.architecture import settle
+from zoo.errors import UserError
 from zoo.run import read_metrics
+from zoo.sharding import shard
 
 ROOT = Path(__file__).parents[2]
 STRATEGY = (
     "{class_path: lightning.pytorch.strategies.ModelParallelStrategy, init_args: "
     "{data_parallel_size: 2, tensor_parallel_size: 1, save_distributed_checkpoint: false}}"
 )
+
+
+def test_weights_of_two_types_are_refused_before_they_are_sharded():
+    model = settle("GDN,SWA", d_model=32, vocab_size=17).build(device="meta").to(torch.bfloat16)
+    with pytest.raises(UserError, match="bfloat16 and float32, cannot be sharded"):
+        shard(model, mesh=None)
 
 
 @pytest.mark.dist

@@ -12,6 +12,7 @@ from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.recipe import stop_status
 from zoo.run import read_metrics
+from zoo_layers.mixer import registered
 
 
 def losses(rows):
@@ -102,6 +103,18 @@ def test_a_checkpoint_holds_plain_types_and_rebuilds_the_model_without_the_recip
     torch.testing.assert_close(model(ids), module.built().eval()(ids), rtol=0, atol=0)
 
 
+def test_a_checkpoint_of_every_mixer_rebuilds_it_whole(tmp_path):
+    """Buffers that no checkpoint holds, such as RetNet's decay, follow from the settings."""
+    module = HybridLMModule(",".join(registered()), d_model=32, vocab_size=17)
+    module.configure_model()
+    checkpoint = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, tmp_path / "every.ckpt")
+    ids = torch.randint(0, 17, (2, 16))
+    loaded = load_model(tmp_path / "every.ckpt").model
+    torch.testing.assert_close(loaded(ids), module.built().eval()(ids), rtol=0, atol=0)
+
+
 def test_validate_test_and_predict_read_the_checkpoint(zoo, tmp_path):
     zoo("fit")
     logged = read_metrics(tmp_path / "run")
@@ -144,7 +157,7 @@ def test_a_task_trains_by_the_same_command_and_reports_accuracy(zoo):
         (["--model.d_model", "big"], "model.d_model: expected a whole number, got big"),
         (["--model={pattern: GDN, SWA: null}"], "'SWA' is a mixer, not a setting of the model"),
         (["--data.init_args.seq_len", "1"], "seq_len is 1, but a row needs at least 2"),
-        (["--data.init_args.source", "nowhere"], "nowhere"),
+        (["--data.init_args.source", "nowhere"], "^data: no file or folder 'nowhere'; write `excerpt`"),
         (["--budget.batch_tokens", "100"], "batch_tokens is 100, no multiple of the row length 32; the next is 128"),
         (["--budget.tokens", "0"], "budget.tokens must be at least 1"),
         (["--model.lr_scheduler.init_args.warmup_steps", "9"], "9 warm-up steps do not fit into a run of 6 steps"),
@@ -153,9 +166,19 @@ def test_a_task_trains_by_the_same_command_and_reports_accuracy(zoo):
         (["--ckpt_path", "best"], "means nothing to a new process"),
         (["--seed_everything", "-1"], "seed_everything must lie in 0"),
         (["--budget.token", "5"], r"Did you mean budget\.tokens\?"),
-        (["--trainer.max_steps", "0"], "it may only cut the 6 steps"),
+        (["--trainer.max_steps", "0"], r"trainer\.max_steps is 0, but a run has at least 1 step"),
+        (["--budget.tokens", "null", "--trainer.max_steps", "0"], r"trainer\.max_steps is 0, but"),
+        (["--model.total_steps", "3"], r"model\.total_steps is 3, but budget\.tokens makes 6 steps"),
+        (["--model.vocab_size", "300"], r"model\.vocab_size follows from the data"),
+        (["--trainer.devices", "0"], r"^trainer \(accelerator cpu, devices 0\): .*not a valid input using cpu"),
+        (["--trainer.devices=-2"], r"^trainer \(accelerator cpu, devices -2\): .*should be an int > 0"),
+        (
+            ["--trainer.precision", "transformer-engine"],
+            r"^trainer \(accelerator cpu, precision transformer-engine\): ",
+        ),
+        (["--trainer.accumulate_grad_batches", "0"], r"trainer\.accumulate_grad_batches is 0; give at least 1"),
+        (["--trainer.val_check_interval", "0"], r"trainer\.limit_val_batches 0 leaves validation out"),
         (["--trainer.max_steps", "7"], "it may only cut the 6 steps"),
-        (["--trainer.precision", "bf16-true"], "cannot carry packed documents yet"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -164,6 +187,24 @@ def test_wrong_input_is_named_in_one_message_and_nothing_is_trained(zoo, tmp_pat
         zoo("fit", *words)
     assert len(str(caught.value)) < 600
     assert not list(tmp_path.glob("run/*.ckpt"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_here_is_named(zoo, tmp_path):
+    with pytest.raises(UserError, match=r"^trainer \(accelerator gpu\): No supported gpu backend found.*`zoo doctor`"):
+        zoo("fit", "--trainer.accelerator", "gpu")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["--trainer.logger=false", "--trainer.log_every_n_steps=0"])
+def test_a_run_without_logs_trains_what_one_with_logs_does(zoo, tmp_path, setting):
+    zoo("fit", root="logged")
+    zoo("fit", setting)
+    one, other = (torch.load(tmp_path / root / "last.ckpt", weights_only=True) for root in ("logged", "run"))
+    assert one["state_dict"].keys() == other["state_dict"].keys()
+    assert all(torch.equal(one["state_dict"][name], other["state_dict"][name]) for name in one["state_dict"])
+    for verb in ("validate", "predict"):
+        zoo(verb, setting, "--ckpt_path", "last")
 
 
 @pytest.mark.parametrize(
@@ -188,6 +229,22 @@ def test_a_runs_own_configuration_trains_the_run_again(zoo, recipe, tmp_path):
     (written,) = (tmp_path / "run").glob("logs/version_0/config.yaml")
     recipe.write_text(written.read_text(encoding="utf-8"), encoding="utf-8")
     assert losses(zoo("fit", root="again")) == first
+    assert len(losses(zoo("fit", "--budget.tokens", "1024", root="longer"))) == 8, "the steps follow from the budget"
+
+
+def test_the_configuration_of_a_run_cut_short_trains_it_as_short(zoo, recipe, tmp_path):
+    first = losses(zoo("fit", "--trainer.max_steps", "2"))
+    recipe.write_text((tmp_path / "run/logs/version_0/config.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    assert losses(zoo("fit", root="again")) == first
+    assert len(losses(zoo("fit", "--trainer.max_steps=-1", root="whole"))) == 6
+
+
+def test_the_configuration_of_a_run_that_went_on_trains_it_from_its_beginning(zoo, recipe, tmp_path):
+    whole = losses(zoo("fit", root="whole"))
+    zoo("fit", "--trainer.max_steps", "2")
+    zoo("fit", "--ckpt_path", "last")
+    recipe.write_text((tmp_path / "run/logs/version_1/config.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    assert losses(zoo("fit", root="again")) == whole
 
 
 def test_a_recipe_with_tokens_and_steps_is_refused(zoo, recipe):

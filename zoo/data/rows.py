@@ -60,6 +60,12 @@ class Rows:
         """[rows, seq_len], the id after every id of the rows ``which``, in the padding as elsewhere."""
         return self.stream[1:].reshape(-1, self.seq_len)[which]
 
+    def text_bytes(self, which: np.ndarray) -> int:
+        """UTF-8 bytes that the targets of the rows ``which`` stand for; separators and padding are none."""
+        if self.weights is None:
+            return int(np.count_nonzero(self.targets(which) != self.separator))
+        return int(self.weights[1:].reshape(-1, self.seq_len)[which].sum(dtype=np.int64))
+
     def places(self, which: np.ndarray) -> np.ndarray:
         """int64 [rows, seq_len], the place in the stream of every token of the rows ``which``."""
         return which[:, None] * self.seq_len + np.arange(self.seq_len)
@@ -198,6 +204,10 @@ class TextRows:
         places = self.rows.places(self.chosen).reshape(-1)
         return self.rows.stream[places[places < self.rows.filled] + 1].astype(np.int64)
 
+    def text_bytes(self) -> int:
+        """UTF-8 bytes that :meth:`labels` stand for: what the batches' ``bytes`` sum to."""
+        return self.rows.text_bytes(self.chosen)
+
 
 class DocumentRows(TextRows):
     """Evaluation rows whose batches also say which document each position belongs to."""
@@ -227,10 +237,7 @@ def make_batch(parts: list[tuple[Rows, np.ndarray]], layout: Layout, *, padding_
         targets = rows.targets(which).astype(np.int64)
         for row in np.flatnonzero((which + 1) * seq_len > rows.filled):  # the last row of an evaluation set, if at all
             targets[row, rows.filled - which[row] * seq_len :] = IGNORED
-        if rows.weights is None:
-            text_bytes += int(np.count_nonzero((targets != separator) & (targets != IGNORED)))
-        else:
-            text_bytes += int(rows.weights[1:].reshape(-1, seq_len)[which].sum(dtype=np.int64))
+        text_bytes += rows.text_bytes(which)
         ids.append(rows.inputs(which).astype(np.int64))
         labels.append(targets)
         inner += rows.inner_starts(which) if layout.doc_mask else [np.empty(0, dtype=np.int64)] * len(which)

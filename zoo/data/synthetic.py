@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -152,7 +151,7 @@ class TaskStream:
         self.task, self.seed, self.repeated = task, seed, rows
         self.epoch_rows = rows if rows is not None else ONLINE_EPOCH_ROWS
         self.identity: dict[str, Any] = {"task": repr(task), "task_seed": seed, "train_rows": rows}
-        self._block = functools.lru_cache(maxsize=2)(functools.partial(task.block, "train", seed=seed))
+        self._blocks: dict[int, TaskRows] = {}  # a dictionary can be pickled, which functools.lru_cache cannot
         self._whole: TaskRows | None = None
 
     def ids(self, first: int, count: int) -> np.ndarray:
@@ -174,6 +173,13 @@ class TaskStream:
     def _new(self, first: int, count: int) -> TaskRows:
         number, place = divmod(first, BLOCK)
         return self._block(number)[slice(place, place + count)]
+
+    def _block(self, number: int) -> TaskRows:
+        """Block ``number``; the last two are kept, as a batch may begin in one and end in the next."""
+        if number not in self._blocks:
+            last = list(self._blocks.items())[-1:]
+            self._blocks = dict([*last, (number, self.task.block("train", number, self.seed))])
+        return self._blocks[number]
 
     def _again(self, first: int, count: int) -> TaskRows:
         if self._whole is None:

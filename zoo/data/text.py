@@ -83,6 +83,7 @@ class TokenData(LightningDataModule):
         self.val_batch_tokens = val_batch_tokens if val_batch_tokens is not None else batch_tokens
         self.limit_bytes, self.document_bytes = limit_bytes, document_bytes
         self.endings = tuple(endings) if endings is not None else TEXT_ENDINGS
+        check_source(self.source)
         self._check_sizes()
         self.tokenizer = load_tokenizer(tokenizer)
         self.vocab_size = self.tokenizer.vocab_size  # known before setup: the command line hands it to the model
@@ -105,10 +106,6 @@ class TokenData(LightningDataModule):
     def manifest(self) -> dict[str, Any]:
         """Documents, bytes and tokens per split, content hash, tokenizer, split salt; plain types."""
         return self.corpus.manifest()
-
-    def prepare_data(self) -> None:
-        """Refuse a source that is not there before any rank reads."""
-        check_source(self.source)
 
     def __str__(self) -> str:
         # Lightning's own asks every loader for a dataset, which ours do not have.
@@ -153,6 +150,10 @@ class TokenData(LightningDataModule):
     def eval_text(self, split: str = "val") -> np.ndarray:
         """Ids that are predicted in the evaluation of ``val`` or ``test``, in order: what entropies are of."""
         return self.eval_rows(split).labels()
+
+    def eval_bytes(self, split: str = "val") -> int:
+        """UTF-8 bytes that :meth:`eval_text` stands for: what its bits are divided by."""
+        return self.eval_rows(split).text_bytes()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must know of its data: the tokenizer and the manifest."""

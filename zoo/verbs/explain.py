@@ -119,26 +119,26 @@ def _recipe(path: Path) -> dict[str, Any]:
     for key, value in settings.items():
         if "${" in str(value):
             raise UserError(f"recipe {path}: {key} is a reference, {value}, which only training reads; give --{key}")
-    if settings.get("vocab_size") is None and not _sized(settings):
-        settings["vocab_size"] = _vocabulary(path, recipe)
+    if settings.get("vocab_size") is None:
+        settings["vocab_size"] = _vocabulary(recipe.get("data"))
     return settings
 
 
-def _sized(settings: dict[str, Any]) -> bool:
-    return bool(settings.get("preset")) and preset(settings["preset"]).vocab_size is not None
+def _vocabulary(data: Any) -> int | None:
+    """The ids of a recipe's data, which training gives the model whatever its preset says; None where unknown."""
+    section = data if isinstance(data, dict) else {"class_path": data}
+    name, options = str(section.get("class_path")).rpartition(".")[2], section.get("init_args") or {}
+    if name == "TokenData":
+        tokenizer = options.get("tokenizer", "byte")
+        if tokenizer == "byte":
+            return _BYTES
+        from zoo.data.tokenizer import load_tokenizer
 
-
-def _vocabulary(path: Path, recipe: dict[str, Any]) -> int | None:
-    """The ids of the recipe's tokenizer, where they are known without its data."""
-    data = recipe.get("data")
-    options = (data.get("init_args") or {}) if isinstance(data, dict) else {}
-    if str((data or {}).get("class_path", "")).endswith("TokenData") and options.get("tokenizer", "byte") == "byte":
-        return _BYTES
-    if str((data or {}).get("class_path", "")).endswith("TaskData"):
+        return load_tokenizer(tokenizer).vocab_size
+    if name == "TaskData":
         from zoo.data.tasks import make_task
 
-        task = make_task(options.get("task", "overwrite"), options.get("profile"), options.get("options"))
-        return task.vocab_size
+        return make_task(options.get("task", "overwrite"), options.get("profile"), options.get("options")).vocab_size
     return options.get("vocab_size")
 
 
