@@ -49,8 +49,6 @@ MOST_STRIDE = 2**22
 class Triton(Kernels):
     """One launch forward and one backward, which read each input about once; the gradient recomputes the taps."""
 
-    proven = False
-
     def serves(self, call: ConvCall) -> str | None:
         """None, or the reason why not."""
         if (reason := refusal(call.x)) is not None:

@@ -42,8 +42,6 @@ WARPS_PER_PROCESSOR = 32
 class Triton(Kernels):
     """One launch forward and one backward, which read and write each number once; 1 / root is computed again."""
 
-    proven = False
-
     def serves(self, call: NormCall) -> str | None:
         """None, or the reason why not."""
         x = call.x

@@ -76,10 +76,6 @@ class Triton(device.Kernels):
             return "Triton's interpreter computes bf16 products wrongly; use fp32 or fp16"
         return None
 
-    def declines(self, call: DeltaCall) -> str | None:
-        """By itself it serves bf16, in which every member has been tried on a GPU."""
-        return super().declines(call) or (None if call.v.dtype == torch.bfloat16 else device.UNPROVEN)
-
     def run(self, call: DeltaCall) -> tuple[Tensor, Tensor]:
         """y [B, T, HV, V] in v's dtype, and the last state [N, HV, K, V]."""
         offsets = chunk_table = None
