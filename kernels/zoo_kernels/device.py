@@ -13,10 +13,9 @@ from torch import Tensor
 # Read once: `triton.jit` decides at import whether a kernel is compiled or interpreted.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ONLY_NAMED = "interpreted kernels serve only when named"
-# Kernels serve by themselves once their tests were green on a GPU since they last changed; they were not yet, see
-# docs/benchmarks/kernels_h200.md. Until then they serve when named, or all of them where the environment says so.
-PROVEN = os.environ.get("ZOO_KERNELS") == "1"
-UNPROVEN = "its GPU tests were not green since it changed: it serves when named, or under ZOO_KERNELS=1"
+# Kernels serve by themselves, unless the environment says ZOO_KERNELS=0: then they serve when named.
+WANTED = os.environ.get("ZOO_KERNELS", "1") != "0"
+UNWANTED = "ZOO_KERNELS=0 leaves it out; it serves when named"
 
 # Without a GPU, launches are planned as for this one; only tests with the interpreter see it.
 PLANNED_PROCESSORS = 132
@@ -31,13 +30,13 @@ def constant(function: Function) -> Function:
 
 
 class Kernels:
-    """What Triton backends share: the name, and when they serve only by name: interpreted, or not proven on a GPU."""
+    """What Triton backends share: the name, and when they serve only by name: interpreted, or not wanted."""
 
     name = "triton"
 
     def declines(self, call: Any) -> str | None:
         """Why these kernels are not chosen by themselves."""
-        return ONLY_NAMED if INTERPRETED else None if PROVEN else UNPROVEN
+        return ONLY_NAMED if INTERPRETED else None if WANTED else UNWANTED
 
 
 class Absent:

@@ -33,8 +33,11 @@ class Packing:
     chunk_table: Tensor
 
     def __init__(self, offsets: tuple[int, ...], host_offsets: Tensor, cu_seqlens: Tensor, chunk_table: Tensor):
-        tables = {"host_offsets": host_offsets, "cu_seqlens": cu_seqlens, "chunk_table": chunk_table}
-        vars(self).update(offsets=offsets, **tables)
+        # By name, one by one: torch 2.11 cannot trace an update of the attributes' dict.
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "host_offsets", host_offsets)
+        object.__setattr__(self, "cu_seqlens", cu_seqlens)
+        object.__setattr__(self, "chunk_table", chunk_table)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"packing: {name} cannot be set, a Packing never changes; build another by from_offsets")

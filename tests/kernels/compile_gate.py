@@ -30,7 +30,7 @@ MODULES = {
     "zoo_kernels.delta.scan": 8,
     "zoo_kernels.delta.readout": 8,
     "zoo_kernels.delta.scan_back": 8,
-    "zoo_kernels.delta.grads": 8,
+    "zoo_kernels.delta.grads": 10,
     "zoo_kernels.delta.gate_grads": 2,
     "zoo_kernels.delta.channel": 4,
     "zoo_kernels.delta.channel_grads": 4,
@@ -44,6 +44,13 @@ BOUNDS = Path(__file__).with_name("compile_bounds.json")
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # A product in Triton's own representation: its rows and its operands' type.
 DOT = re.compile(r"tt\.dot .*?: tensor<(\d+)x\d+x(\w+)>")
+EMPTY = re.compile(r"HGMMA\.\S+ RZ,")
+# The same for a GPU: tiles with one buffer, other names of a tile, products that run on, waits for them, and loads.
+SINGLE = re.compile(r"%(\S+) = ttg\.local_alloc\s*:\s*\(\) -> !ttg\.memdesc<1x[^>]*mutable>")
+VIEW = re.compile(r"%(\S+) = ttg\.memdesc_(?:index|trans|subslice|reinterpret) %([\w#]+)")
+RUNS_ON = re.compile(r"ttng\.warp_group_dot %([\w#]+), %([\w#]+), .*isAsync = true")
+WAIT = re.compile(r"ttng\.warp_group_dot_wait .*?pendings = (\d+)")
+LOAD = re.compile(r"ttg\.async_copy_global_to_local %[\w#]+, %([\w#]+)")
 
 
 def chosen(count: int, most: int) -> list[int]:
@@ -88,6 +95,7 @@ def compile_row(module: str, index: int, capability: int) -> dict:
     return {
         **found,
         **resources(made.asm["cubin"]),
+        "overwritten": overwritten(made.asm["ttgir"]),
         "shared": made.metadata.shared,
         "shared_limit": SHARED[capability],
         "wgmma": ptx.count("wgmma.mma_async"),
@@ -98,17 +106,45 @@ def compile_row(module: str, index: int, capability: int) -> dict:
     }
 
 
+def overwritten(ttgir: str) -> list[str]:
+    """Tiles that a load overwrites while a product may still read them: a pipelined loop that races with itself.
+
+    Triton 3.6 and 3.7.1 give one buffer to a tile that a pipelined loop both multiplies and reads otherwise, and let
+    the product run on while the next tile is loaded.
+    """
+    single, views, running, found = set(SINGLE.findall(ttgir)), {}, [], set()
+
+    def tile(name: str) -> str:
+        while name in views:
+            name = views[name]
+        return name
+
+    for line in ttgir.splitlines():
+        if view := VIEW.search(line):
+            views[view[1]] = view[2]
+        elif product := RUNS_ON.search(line):
+            running.append({tile(product[1]), tile(product[2])} & single)
+        elif wait := WAIT.search(line):
+            running = running[max(0, len(running) - int(wait[1])) :]
+        elif load := LOAD.search(line):
+            found |= {tile(load[1])} & set().union(*running)
+    return sorted(found)
+
+
 def resources(cubin: bytes) -> dict:
-    """Registers, and bytes of stack: what was spilled."""
+    """Registers; bytes of stack: what was spilled; and products that ptxas left nothing of but an empty instruction."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout).groups()
-    return {"registers": int(registers), "stack": int(stack)}
+        usage, code = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return {"registers": int(registers), "stack": int(stack), "dropped": len(EMPTY.findall(code))}
 
 
 def tasks(every: bool) -> tuple[list[tuple[str, int, int]], dict[str, str]]:

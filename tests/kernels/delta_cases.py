@@ -232,6 +232,29 @@ class Rounded(torch.autograd.Function):
         return _rounded(dx, ctx.dtype), None, None
 
 
+class Erased(torch.autograd.Function):
+    """The errors of an erasing, (below, rest, dtype): (I + below)^-1 rest, and gradients from errors alone.
+
+    As kernels have them: they keep the rounded errors e and their gradients z, and d below = -stril(z e^T).
+    """
+
+    @staticmethod
+    def forward(ctx, below, rest, dtype):
+        eye = torch.eye(below.shape[-1], dtype=below.dtype, device=below.device)
+        solve = torch.linalg.solve_triangular(eye + below, eye.expand_as(below), upper=False, unitriangular=True)
+        solve = _rounded(solve, dtype)
+        errors = _rounded(solve @ rest, dtype)
+        ctx.save_for_backward(solve, errors)
+        ctx.dtype = dtype
+        return errors
+
+    @staticmethod
+    def backward(ctx, derrors):
+        solve, errors = ctx.saved_tensors
+        z = _rounded(solve.mT @ _rounded(derrors, ctx.dtype), ctx.dtype)
+        return -(z @ errors.mT).tril(-1), z, None
+
+
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """To bf16; to fp32; for fp16, to the 10 bits of tf32, which the kernels compute in."""
     if dtype == torch.bfloat16:
@@ -274,9 +297,7 @@ def _chunk(case: Case, chunk: dict[str, Tensor], state: Tensor) -> tuple[Tensor,
     if beta is not None:
         scores = scores * beta.unsqueeze(1)
         below = Rounded.apply((recalls @ writes.mT).tril(-1) * beta.unsqueeze(1), case.dtype, False)
-        eye = torch.eye(v.shape[1], dtype=v.dtype, device=v.device)
-        solve = torch.linalg.solve_triangular(eye + below, eye.expand_as(below), upper=False, unitriangular=True)
-        error = around(around(solve) @ around(v - around(recalls) @ around(state)))
+        error = Erased.apply(below, around(v - around(recalls) @ around(state)), case.dtype)
         y = around(scores) @ error
         written = around(error * beta.unsqueeze(-1))
     else:

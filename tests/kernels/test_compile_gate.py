@@ -43,6 +43,10 @@ def findings(found, bounds):
             yield f"{name} asks for {row['shared']} bytes of shared memory; a program has {row['shared_limit']}"
         if row["arch"] != "sm_90":
             continue
+        if row["overwritten"]:
+            yield f"{name} overwrites {', '.join(row['overwritten'])} while products read; sum what products give"
+        if row["dropped"]:
+            yield f"{name} has lost {row['dropped']} products to its assembler; take no plain minus of a product"
         if row["needs_wgmma"] and not row["wgmma"]:
             yield f"{name} multiplies without sm_90's matrix instructions"
         if found["triton"] in bounds and row["stack"] > spills.get(row["name"], 0):
@@ -78,7 +82,8 @@ def test_no_module_that_launches_kernels_is_left_out():
     assert launching == set(loaded().MODULES), "a file that launches kernels has compile_rows() and a line in MODULES"
 
 
-SOUND = {"arch": "sm_90", "name": "a", "shared": 9, "shared_limit": 9, "needs_wgmma": True, "wgmma": 1, "stack": 8}
+SOUND = {"arch": "sm_90", "name": "a", "overwritten": [], "dropped": 0, "shared": 9, "shared_limit": 9}
+SOUND |= {"needs_wgmma": True, "wgmma": 1, "stack": 8}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,8 @@ SOUND = {"arch": "sm_90", "name": "a", "shared": 9, "shared_limit": 9, "needs_wg
         ({"shared": 10}, "sm_90 a asks for 10 bytes of shared memory; a program has 9"),
         ({"wgmma": 0}, "sm_90 a multiplies without sm_90's matrix instructions"),
         ({"wgmma": 0, "arch": "sm_80"}, None),
+        ({"overwritten": ["k"]}, "sm_90 a overwrites k while products read"),
+        ({"dropped": 6}, "sm_90 a has lost 6 products to its assembler"),
         ({"stack": 9}, "sm_90 a spills 9 bytes, recorded are 8"),
         ({"error": "ValueError: no"}, "sm_90 a does not compile: ValueError: no"),
         ({"error": "ValueError: no", "arch": "sm_100"}, None),
@@ -98,6 +105,23 @@ def test_the_gate_sees_what_is_wrong(change, said):
     got = list(findings({"triton": "3.7.1", "lacking": {}, "rows": [{**SOUND, **change}]}, bounds))
     assert len(got) == (said is not None)
     assert said is None or got[0].startswith(said)
+
+
+LOOP = """
+%k = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xbf16, #shared, #smem, mutable>
+%first = ttg.async_copy_global_to_local %at, %k_0 mask %m : tensor<64x64x!tt.ptr<bf16>> -> <64x64xbf16>
+%k_1 = ttg.memdesc_index %k[%i] : !ttg.memdesc<{buffers}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+%k_t = ttg.memdesc_trans %k_1 {{order = array<i32: 1, 0>}} : !ttg.memdesc<64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+%x = ttng.warp_group_dot %q, %k_t, %acc {{inputPrecision = 0 : i32, isAsync = true}} : tensor<64x64xf32>
+%w:2 = ttng.warp_group_dot_wait %x, %k_t {{pendings = {pending} : i32}} : tensor<64x64xf32>
+%k_2 = ttg.memdesc_index %k[%j] : !ttg.memdesc<{buffers}x64x64xbf16> -> !ttg.memdesc<64x64xbf16>
+%next = ttg.async_copy_global_to_local %at_2, %k_2 mask %m : tensor<64x64x!tt.ptr<bf16>> -> <64x64xbf16>
+"""
+
+
+@pytest.mark.parametrize(("buffers", "pending", "raced"), [(1, 1, ["k"]), (2, 1, []), (1, 0, [])])
+def test_the_gate_sees_loads_that_overwrite_what_a_product_still_reads(buffers, pending, raced):
+    assert loaded().overwritten(LOOP.format(buffers=buffers, pending=pending)) == raced
 
 
 def test_the_gate_sees_modules_and_rows_that_are_absent(monkeypatch):

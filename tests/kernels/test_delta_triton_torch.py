@@ -106,6 +106,28 @@ def test_compiled_code_has_no_break_and_gives_the_eager_numbers(member, packing,
 
 
 @every_device
+@pytest.mark.parametrize("member", MEMBERS)
+def test_compiled_code_may_hold_sizes_open(member, where):
+    torch._dynamo.reset()
+    names = [name for name in INPUTS if Case(member).draw()[name] is not None]
+
+    def model(*tensors):
+        y, last = delta_rule(**dict(zip(names, tensors)), backend="triton")
+        return y * 2.0, last
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T, H, V in ((66, 2, 16), (40, 3, 20)):
+        drawn = Case(member, T=T, B=2, H=H, V=V).on(where, V=4 * V).draw()
+        found = []
+        for function in (model, compiled):
+            inputs = [drawn[name].detach().requires_grad_() for name in names]
+            outputs = function(*inputs)
+            found.append([*outputs, *torch.autograd.grad(outputs, inputs, (drawn["dy"], drawn["dlast"]))])
+        for got, expected in zip(found[1], found[0]):
+            assert relative_error(got, expected) <= limit("y", outputs[0].dtype)
+
+
+@every_device
 @pytest.mark.parametrize("member", ["GDN", "KDA"])
 def test_recomputed_activations_give_the_same_gradients(member, where):
     case = Case(member, T=66, packing=(0, 3, 3, 66)).on(where)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zoo_kernels.device import constant
 from zoo_kernels.packing import Packing
 
 
@@ -71,6 +72,12 @@ class DeltaCall:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Inside, products keep the dtype of their operands."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if _autocasts(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+@constant
+def _autocasts(kind: str) -> bool:
+    """Whether there is autocast for a kind of device; torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(kind)

@@ -12,7 +12,8 @@ right half from its start. Every decay is a sum over its own span, as in intra.p
 no exponent is positive, and a reset is a plain zero.
 
 Where neither half of a chunk decays by more than 2^-60, one product does: rows and columns are decayed from the middle
-and to it, by factors that fp32 and bf16 hold both ways. Each kernel looks for itself, chunk by chunk.
+and to it, by factors that fp32 and bf16 hold both ways. Each kernel looks for itself, chunk by chunk. The middle enters
+as a whole power of two, which changes no digit of a factor, so that no row's numbers depend on later tokens.
 """
 
 # Type checkers do not know the launches and loops of kernels.
@@ -75,12 +76,11 @@ class ChannelOperands:
 
 @lru_cache(maxsize=8)
 def spans(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Squares [16, 64, 64], by which kernels sum gates over spans of rows, and find rows and columns that meet.
+    """Squares [14, 64, 64], by which kernels sum gates over spans of rows, and find rows and columns that meet.
 
     0 to 5, for halves of 1, 2, .. 32 tokens: the span of each row's decay, which runs from the half's start to the row
-    in a right half, and from after the row to the half's end in a left half. 6: from the middle of the chunk to the
-    row, or back, which counts -1. 7 to 13: where a row meets a column on each of these levels, in a right half and its
-    left half, or anywhere below the diagonal. 14: all rows up to one's own. 15: all rows after it.
+    in a right half, and from after the row to the half's end in a left half. 6 to 11: where a row of a right half meets
+    a column of its left half on each of these levels. 12: all rows up to one's own. 13: all rows after it.
     """
     row, column = torch.arange(CHUNK)[:, None], torch.arange(CHUNK)[None, :]
     squares, meetings = [], []
@@ -89,10 +89,7 @@ def spans(dtype: torch.dtype, device: torch.device) -> Tensor:
         right = half % 2 == 1
         squares.append((half == others) & torch.where(right, column <= row, column > row))
         meetings.append(right & (half == others + 1))
-    middle = CHUNK // 2
-    after, before = (column >= middle) & (column <= row), (column < middle) & (column > row)
-    every = [*squares, after.int() - before.int(), *meetings, column < row, column <= row, column > row]
-    return torch.stack([square.to(dtype) for square in every]).to(device)
+    return torch.stack([x.to(dtype) for x in (*squares, *meetings, column <= row, column > row)]).to(device)
 
 
 @triton.jit
@@ -108,12 +105,14 @@ def sum_of_spans(square, x, rest, SPLIT: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def levels(gates):
-    """The first level of these gates [64, BT], and the one after the last: the whole chunk at once, or all halves."""
+def at_once(gates):
+    """Whether these gates [64, BT] let one product serve the chunk, and the middle to which it decays, [BT], in base 2.
+
+    The middle is a whole number: powers of two change no digit of a factor, so no row depends on later tokens.
+    """
     early = tl.arange(0, 64)[:, None] < 32
-    decays = tl.minimum(tl.sum(tl.where(early, gates, 0.0), 0), tl.sum(tl.where(early, 0.0, gates), 0))
-    whole = tl.min(decays, 0) > MOST_AT_ONCE
-    return tl.where(whole, 6, 0), tl.where(whole, 7, 6)
+    first, second = tl.sum(tl.where(early, gates, 0.0), 0), tl.sum(tl.where(early, 0.0, gates), 0)
+    return tl.min(tl.minimum(first, second), 0) > MOST_AT_ONCE, tl.floor(first * LOG2E)
 
 
 @triton.jit
@@ -147,29 +146,44 @@ def channel_prep_kernel(
         rest = (gates - high.to(tl.float32)).to(DT)
         tl.store(keep + (chunk * HV + head) * K + channel, tl.sum(gates, 0) * LOG2E, mask=seen)
         own += tl.sum(bq.to(tl.float32) * bk.to(tl.float32), 1)
-        entered = tl.exp2(sum_of_spans(tl.load(spans + 14 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
-        leaving = tl.exp2(sum_of_spans(tl.load(spans + 15 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
+        entered = tl.exp2(sum_of_spans(tl.load(spans + 12 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
+        whole, middle = at_once(gates)
+        if whole:
+            leaving = tl.exp2(tl.sum(gates, 0) * LOG2E)[None, :] / entered
+        else:
+            leaving = tl.exp2(sum_of_spans(tl.load(spans + 13 * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E)
         tl.store(q_read + start * K + here, (bq.to(tl.float32) * entered).to(DT), mask=inside)
         tl.store(k_write + start * K + here, (bk.to(tl.float32) * leaving).to(DT), mask=inside)
         if ERASES:
             tl.store(k_read + start * K + here, (bk.to(tl.float32) * entered).to(DT), mask=inside)
-        low, high_level = levels(gates)
-        for level in tl.range(low, high_level, num_stages=STAGES):
-            square, meeting = tl.load(spans + level * 4096), tl.load(spans + (7 + level) * 4096) != 0.0
-            exponent = sum_of_spans(square, high, rest, SPLIT, PREC_SUM) * LOG2E
-            from_start = tl.exp2(exponent)
-            to_end = tl.exp2(tl.where(level == 6, -exponent, exponent))
-            queries, keys = (bq.to(tl.float32) * from_start).to(DT), (bk.to(tl.float32) * to_end).to(DT)
-            # Only a right operand may be turned: it lies in shared memory, and those in registers turn out wrong.
-            P += tl.where(meeting, tl.dot(queries, tl.trans(keys), input_precision=PREC), 0.0)
-            if ERASES:
-                readers = (bk.to(tl.float32) * from_start).to(DT)
-                M += tl.where(meeting, tl.dot(readers, tl.trans(keys), input_precision=PREC), 0.0)
+        if whole:
+            below = row[:, None] > row[None, :]
+            from_start, to_end = entered * tl.exp2(-middle)[None, :], tl.exp2(middle)[None, :] / entered
+            P, M = _scores(bq, bk, from_start, to_end, below, P, M, ERASES, DT, PREC)
+        else:
+            for level in tl.range(0, 6, num_stages=STAGES):
+                meeting = tl.load(spans + (6 + level) * 4096) != 0.0
+                exponent = sum_of_spans(tl.load(spans + level * 4096), high, rest, SPLIT, PREC_SUM) * LOG2E
+                P, M = _scores(bq, bk, tl.exp2(exponent), tl.exp2(exponent), meeting, P, M, ERASES, DT, PREC)
     P = tl.where(row[:, None] == row[None, :], own[:, None], P) * scale
     square = gate_at[:, None] * 64 + row[None, :]
     tl.store(scores + start * 64 + square, P.to(DT), mask=valid[:, None])
     if ERASES:
         tl.store(overlaps + start * 64 + square, M, mask=valid[:, None] & (row[None, :] // 16 <= row[:, None] // 16))
+
+
+@triton.jit
+def _scores(
+    bq, bk, from_start, to_end, meeting, P, M, ERASES: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """P and M, and what these channels add where rows meet columns."""
+    queries, keys = (bq.to(tl.float32) * from_start).to(DT), (bk.to(tl.float32) * to_end).to(DT)
+    # Only a right operand may be turned: it lies in shared memory, and those in registers turn out wrong.
+    P += tl.where(meeting, tl.dot(queries, tl.trans(keys), input_precision=PREC), 0.0)
+    if ERASES:
+        readers = (bk.to(tl.float32) * from_start).to(DT)
+        M += tl.where(meeting, tl.dot(readers, tl.trans(keys), input_precision=PREC), 0.0)
+    return P, M
 
 
 @triton.jit(do_not_specialize=["HV"])

@@ -33,6 +33,7 @@ provide(
     "delta_score_grads",
     Row(Launch(tile=64, warps=8), when={"half": False}),
     Row(Launch(tile=64, warps=4), when={"aligned": False}),
+    Row(Launch(tile=64, warps=4, stages=3), when={"erases": False}),
     Row(Launch(tile=64, warps=4, stages=2)),
 )
 # tile: channels of the key of one program.
@@ -49,7 +50,7 @@ SLAB = 2**26
 
 @triton.jit
 def score_kernel(
-    q, k, dy, errors, dv, decay, beta, chunks, d_query, d_key, crossing, dbeta, scale,
+    q, k, dy, errors, dv, decay, beta, chunks, d_query, d_key, own, crossing, dbeta, scale,
     q_row: tl.constexpr, k_row: tl.constexpr, e_row: tl.constexpr, HV: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, ERASES: tl.constexpr,
     MEMBERS: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
@@ -77,7 +78,7 @@ def score_kernel(
         gate_at = row * HV + head
         square_at = gate_at[:, None] * 64 + row[None, :]
         value_at, error_at = gate_at[:, None] * V, row[:, None] * e_row + head * V
-        X, Y, both = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32), tl.zeros([64], tl.float32)
+        X, Y = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
         for j in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
             column = j * BV + tl.arange(0, BV)
             values = within(valid, column < V, False, V % BV == 0)
@@ -87,9 +88,11 @@ def score_kernel(
             if ERASES:
                 bz = tl.load(dv + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
                 Y = tl.dot(bz, tl.trans(be.to(DT)), Y, input_precision=PREC)
-                both += tl.sum(bz.to(tl.float32) * be.to(tl.float32), 1)
         X = tl.where(lower, X, 0.0)
         if ERASES:
+            # From the product: a tile that is both multiplied and summed in a pipelined loop has one buffer, which the
+            # next load overwrites under the product (Triton 3.6 and 3.7.1; the compile gate looks for it).
+            both = tl.sum(tl.where(row[:, None] == row[None, :], Y, 0.0), 1)
             weight = tl.load(beta + first * HV + gate_at, mask=valid, other=0.0)
             X = X * weight[None, :]
             Y = tl.where(strict, -Y * weight[None, :], 0.0)
@@ -103,6 +106,10 @@ def score_kernel(
                 products += Y * by_key
             crosses = tl.sum(products, 1) - tl.sum(products, 0)
             tl.store(crossing + first * HV + gate_at, crosses, mask=valid)
+        if own is not None:
+            diagonal = row[:, None] == row[None, :]
+            tl.store(own + first * HV + gate_at, tl.sum(tl.where(diagonal, X, 0.0), 1) * scale, mask=valid)
+            X = tl.where(diagonal, 0.0, X)
         target = (first - base) * HV * 64 + square_at
         tl.store(d_query + target, (X * scale).to(DT), mask=valid[:, None])
         if ERASES:
@@ -141,7 +148,7 @@ def key_kernel(
         value_at, error_at = gate_at[:, None] * V, row[:, None] * e_row + head * V
         state_at = (skipped + chunk) * HV * K * V + head * K * V
         read, wrote = tl.zeros([64, BT], tl.float32), tl.zeros([64, BT], tl.float32)
-        recall, passing = tl.zeros([64, BT], tl.float32), 0.0
+        recall, passing = tl.zeros([64, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
         for j in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
             column = j * BV + tl.arange(0, BV)
             values = within(valid, column < V, False, V % BV == 0)
@@ -155,8 +162,8 @@ def key_kernel(
             if ERASES:
                 bz = tl.load(dv + first * HV * V + value_at + column[None, :], mask=values, other=0.0)
                 recall = tl.dot(bz, tl.trans(bh), recall, input_precision=PREC)
-            if GATED:
-                passing += tl.sum(bh.to(tl.float32) * bds.to(tl.float32))
+            if GATED:  # its trace counts; as a product, for the reason above
+                passing = tl.dot(bh, tl.trans(bds), passing, input_precision=PREC)
         read = read * scale
         if ERASES:
             weight = tl.load(beta + first * HV + gate_at, mask=valid, other=0.0)
@@ -165,18 +172,23 @@ def key_kernel(
             running = tl.load(decay + first * HV + gate_at, mask=valid, other=0.0)
             whole = tl.load(decay + (first + rows - 1) * HV + head)
             entered = tl.exp2(running)[:, None]
-            read, recall = read * entered, recall * entered
+            read, recall = read * entered, recall * -entered
             wrote = wrote * tl.exp2(tl.where(valid, whole - running, float("-inf")))[:, None]
-            crosses = tl.sum(bq.to(tl.float32) * read - bk.to(tl.float32) * recall, 1)
+            crosses = tl.sum(bq.to(tl.float32) * read + bk.to(tl.float32) * recall, 1)
             written = tl.sum(bk.to(tl.float32) * wrote, 1)
             part = (tile.to(tl.int64) * tokens + first) * HV + gate_at
             tl.store(reads + part, crosses, mask=valid)
             tl.store(writes + part, written, mask=valid)
-            tl.store(passed + (tile.to(tl.int64) * count + skipped + chunk) * HV + head, passing)
+            trace = tl.sum(tl.where(tl.arange(0, BT)[:, None] == tl.arange(0, BT)[None, :], passing, 0.0))
+            tl.store(passed + (tile.to(tl.int64) * count + skipped + chunk) * HV + head, trace)
+        elif ERASES:
+            # By a factor that the compiler does not know: it folds a plain minus into the products of an unrolled loop,
+            # and drops half of them (ptxas 12.8, V 384; the compile gate looks for it).
+            recall = recall * tl.where(valid, -1.0, 0.0)[:, None]
         target = (first - base) * HV * 64
         by_query = tl.load(d_query + target + square_at, mask=valid[:, None], other=0.0)
         grad_q = tl.dot(by_query, bk, grad_q + read, input_precision=PREC)
-        grad_k += wrote - recall
+        grad_k += wrote + recall
         grad_k = tl.dot(tl.trans(by_query), bq, grad_k, input_precision=PREC)
         if ERASES:
             by_key = tl.load(d_key + target + square_at, mask=valid[:, None], other=0.0)
@@ -190,25 +202,28 @@ def key_kernel(
 def score_gradients(
     form: Form, q: Tensor, k: Tensor, dy: Tensor, errors: Tensor, dv: Tensor, decay: Tensor | None,
     beta: Tensor | None, chunks: Tensor, rows: int, scale: float, crossing: Tensor | None = None,
-    dbeta: Tensor | None = None,
+    dbeta: Tensor | None = None, own: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch :func:`score_kernel` on some chunks.
 
     Args:
         rows: tokens of these chunks, at most.
         crossing, dbeta: fp32 [tokens, HV], to be filled at the chunks' tokens. dbeta None: it is made here.
+        own: the same, takes the diagonal of dP, which is zero then. None: it stays.
 
     Returns:
         dP and dN [rows, HV, 64], from the first token of the chunks on, and dbeta. Without erasing, dN is dP.
     """
-    launch = pick("delta_score_grads", form.arch, K=form.BK, V=form.V, half=form.half, aligned=form.aligned)
+    facts = {"K": form.BK, "V": form.V, "half": form.half, "aligned": form.aligned}
+    launch = pick("delta_score_grads", form.arch, **facts, erases=form.erases)
     together = 1 if decay is None else members(form.R)
     d_scores = dy.new_empty(1 + form.erases, rows, form.HV, CHUNK, dtype=form.dtype)
     if dbeta is None and form.erases:
         dbeta = dy.new_empty(dy.shape[0], form.HV, dtype=torch.float32)
     if len(chunks):
         score_kernel[(len(chunks) * form.HV // together,)](
-            q, k, dy, errors, dv, decay, beta, chunks, d_scores[0], d_scores[-1], crossing, dbeta, scale,
+            q, k, dy, errors, dv, decay, beta, chunks, d_scores[0], d_scores[-1], own, crossing, dbeta,
+            scale,
             q_row=q.stride(0), k_row=k.stride(0), e_row=errors.stride(0), HV=form.HV, R=form.R, K=form.K, V=form.V,
             BK=form.BK, BV=min(launch.tile, form.BV), GATED=decay is not None, ERASES=form.erases, MEMBERS=together,
             DT=form.operand, PREC=form.precision, STAGES=launch.stages, num_warps=launch.warps,

@@ -95,7 +95,7 @@ def delta_rule(
 def _loops(v: Tensor, backend: str | None) -> bool:
     """Whether the backend is made of loops and tables, which would be traced anew for every length and packing."""
     named = backends.preferred(OP) if backend is None else backend
-    kernels = device.PROVEN and v.is_cuda and v.dtype != torch.float64 and device.missing(v.device) is None
+    kernels = device.WANTED and v.is_cuda and v.dtype != torch.float64 and device.missing(v.device) is None
     return named not in ("triton", "fused_recurrent") and not (named is None and kernels)
 
 

@@ -22,6 +22,7 @@ from zoo_kernels.launch import CompileRow, Launch, Row, pick, provide, recorded
 provide(
     "delta_readout",
     Row(Launch(tile=64, warps=8), when={"half": False}),
+    Row(Launch(tile=64, warps=4, stages=3), when={"K": (16, 32, 64, 128), "V": (16, 32, 64), "group": True}),
     Row(Launch(tile=128, warps=4), when={"K": (16, 32, 64, 128)}),
     Row(Launch(tile=64, warps=4)),
 )
@@ -88,7 +89,8 @@ def read_out(
     Args:
         errors: [tokens, HV, V], or v where nothing erases; entering: [NC, HV, K, V].
     """
-    launch = pick("delta_readout", form.arch, K=form.BK, V=form.V, half=form.half, aligned=form.aligned)
+    facts = {"K": form.BK, "V": form.V, "half": form.half, "aligned": form.aligned}
+    launch = pick("delta_readout", form.arch, **facts, group=form.R > 1 and form.gate != "channel")
     BV = min(launch.tile, form.BV)
     together = 1 if form.gate == "channel" else members(form.R)
     y = errors.new_empty(errors.shape[0], form.HV, form.V, dtype=dtype)

@@ -26,6 +26,7 @@ provide(
     Row(Launch(tile=64, warps=8), when={"half": False}),
     Row(Launch(tile=64, warps=8), when={"K": 256}),
     Row(Launch(tile=64, warps=4, stages=2), when={"erases": False, "aligned": True}),
+    Row(Launch(tile=64, warps=4, stages=2), when={"K": (16, 32, 64, 128), "channel": True, "aligned": True}),
     Row(Launch(tile=64, warps=4, stages=1)),
 )
 
@@ -160,7 +161,8 @@ def _launch(
     form: Form, operands: Operands, dy: Tensor, tables: Tables, dlast: Tensor | None, dv: Tensor | None,
     leaving: Tensor | None, dfirst: Tensor, scale: float,
 ) -> None:  # fmt: skip
-    launch = pick("delta_scan_back", form.arch, K=form.BK, half=form.half, aligned=form.aligned, erases=form.erases)
+    facts = {"K": form.BK, "half": form.half, "aligned": form.aligned, "erases": form.erases}
+    launch = pick("delta_scan_back", form.arch, **facts, channel=form.gate == "channel")
     BV = min(launch.tile, form.BV)
     scan_back_kernel[(tables.pieces * form.HV * triton.cdiv(form.V, BV),)](
         operands.reader, operands.writer, operands.query, dy, operands.decay, operands.beta, operands.solve,

@@ -54,11 +54,14 @@ def saves_states(call: DeltaCall) -> bool:
     if _POLICY:
         return _POLICY[-1]
     B, T, HV, V = call.v.shape
-    size = 2 if call.v.dtype == torch.bfloat16 else 4
-    K, erases = call.q.shape[3], call.beta is not None
-    by_channel = call.log_decay is not None and call.log_decay.dim() == 4
-    per_token = K * V / CHUNK + erases * V + by_channel * ((2 + erases) * K + 2 * CHUNK)
-    return B * T * HV * per_token * size <= SHARE_OF_STATES * device.memory(call.v.device)
+    K, size = call.q.shape[3], 2 if call.v.dtype == torch.bfloat16 else 4
+    # Whole numbers alone, since compilers may hold sizes open: torch 2.11 cannot multiply those by a bool.
+    chunk = K * V
+    if call.beta is not None:
+        chunk += CHUNK * V
+    if call.log_decay is not None and call.log_decay.dim() == 4:
+        chunk += CHUNK * ((3 if call.beta is not None else 2) * K + 2 * CHUNK)
+    return bool(B * T * HV * chunk * size <= CHUNK * int(SHARE_OF_STATES * device.memory(call.v.device)))
 
 
 class Triton(device.Kernels):
@@ -109,7 +112,8 @@ class Plan:
         chunk_table: Tensor | None,
     ) -> Plan:  # fmt: skip
         """The plan of a call of :func:`delta_chunkwise`."""
-        (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
+        # Compilers may hold every size open; heads and their sizes decide which kernels there are.
+        (B, T), (HV, V), (H, K) = v.shape[:2], map(int, v.shape[2:]), map(int, q.shape[2:])
         dtype, precision = operand_dtype(v.dtype)
         gate = "none" if log_decay is None else "channel" if log_decay.dim() == 4 else "head"
         arch = device.architecture(v.device)
