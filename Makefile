@@ -18,7 +18,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 		{ echo "hybrid-zoo needs Python 3.11 or newer; name one: make PYTHON=python3.11 ..."; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt 'torch==2.13.0'
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,tokenizers]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,tokenizers,tiktoken,parquet,zstd,safetensors]'
 	@touch $@
 
 demo: venv  ## explain a pattern, train three hybrids under one budget, compare them (DEMO=folder)

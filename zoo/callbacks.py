@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 
 from zoo.module import HybridLMModule
 from zoo.optim import parameter_groups
+from zoo.run import BEST
 
 # Dense bf16 and fp16 matrix FLOP/s by a word of the device's name, from the vendor's datasheets. Lightning's own table
 # misses the plain name "NVIDIA H200", which is what the driver says.
@@ -156,6 +158,30 @@ class WritePredictions(Callback):
             counted = [(name, tokens, nll) for name, (tokens, nll) in sorted(self.rows.items()) if tokens]
             writer.writerows((name, tokens, f"{nll:.6f}") for name, tokens, nll in counted)
         rank_zero_info(f"losses of {len(counted)} documents in {path}")
+
+
+class Best(ModelCheckpoint):
+    """Keep the best checkpoint so far as ``best.ckpt`` in the run's folder, judged at every validation.
+
+    Args:
+        metric: a logged metric of the validation.
+        mode: min or max, whichever is better.
+    """
+
+    def __init__(self, metric: str = "val/loss", mode: str = "min"):
+        super().__init__(
+            filename=BEST.removesuffix(".ckpt"),
+            monitor=metric,
+            mode=mode,
+            save_top_k=1,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Without a folder of its own, the run's."""
+        self.dirpath = self.dirpath or trainer.default_root_dir
+        super().setup(trainer, pl_module, stage)
 
 
 class ProgressLines(Callback):

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zoo import __version__
 from zoo.errors import UserError
@@ -43,8 +43,10 @@ VERBS = {
     "predict": Verb("zoo.verbs.train", "the loss of every document", lightning=True),
     "compare": Verb("zoo.verbs.compare", "train several patterns under one budget and compare them"),
     "generate": Verb("zoo.verbs.generate", "continue a prompt from a checkpoint"),
+    "data": Verb("zoo.verbs.data", "texts into token shards, and what is in them"),
+    "consolidate": Verb("zoo.verbs.consolidate", "one safetensors file of a checkpoint's weights"),
     "bench": Verb(
-        "zoo.verbs.bench", "how fast the kernels are here, beside others'; and the table that they launch by"
+        "zoo.verbs.bench", "how fast kernels are and models train here; and the table that kernels launch by"
     ),
     "doctor": Verb("zoo.verbs.doctor", "what serves on this machine, and why the rest does not"),
 }
@@ -66,6 +68,23 @@ class Parser(argparse.ArgumentParser):
             word = unknown[0].split("=")[0]
             self.error(f"unknown argument '{word}'{near(word, self._option_string_actions)}")
         return args
+
+
+class PartParser(Parser):
+    """The parser of one part of a verb; it answers for its own unknown options."""
+
+    # Python 3.14 hands the outer parser's colours down.
+    def __init__(self, prog: str, description: str, color: bool = True):
+        super().__init__(prog, description)
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            self.error(f"unknown argument '{word}'{near(word, self._option_string_actions)}")
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:

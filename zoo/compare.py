@@ -159,8 +159,8 @@ def make_plan(
                 model.state_bytes(context),
             )
         )
-    corpus = getattr(base.datamodule, "corpus", None)
-    data_hash = corpus.content_hash if corpus is not None else ""
+    manifest = getattr(base.datamodule, "manifest", None)
+    data_hash = manifest()["content_hash"] if manifest is not None else ""
     return Plan(tuple(arms), path, tuple(overrides), target, str(own.pattern), tolerance, context, data_hash)
 
 
@@ -239,7 +239,7 @@ def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Re
     trainer.callbacks.append(ProgressLines(say))
     (folder / "recipe.yaml").write_text(plan.recipe.read_text(encoding="utf-8"), encoding="utf-8")
     begun = time.perf_counter()
-    resume = "last" if (folder / LAST).is_file() else None
+    resume = "last" if (folder / LAST).exists() else None
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume)
     seconds = time.perf_counter() - begun
     loader: Any = trainer.train_dataloader  # validation below replaces it

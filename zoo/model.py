@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zoo import loss
 from zoo.pattern import Layer, Pattern, expand, parse
@@ -17,6 +19,26 @@ from zoo_layers.block import Block
 from zoo_layers.mixer import MixerCache
 from zoo_layers.mlp import build_mlp, default_d_ff
 from zoo_layers.norm import RMSNorm
+
+# What the backward pass may compute again: nothing, all but the costly outputs of a block, or whole blocks.
+RECOMPUTE = ("none", "selective", "full")
+# Costly outputs: those of projections, of attention, and of the walk over the memory.
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+_KEPT_OF_OURS = ("zoo_kernels::delta_", "zoo_kernels::flash_attention")
+
+
+def _keep_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # PyTorch's signature
+    kept = op in _KEPT or op.name().startswith(_KEPT_OF_OURS)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Embedding(nn.Embedding):
@@ -79,6 +101,7 @@ class HybridLM(nn.Module):
         )
         self.norm = RMSNorm(d_model)
         self.head = init.Linear(d_model, vocab_size)
+        self.recompute = "none"
         self.tie = tie
         if tie:
             self.head.weight = self.embedding.weight
@@ -150,6 +173,24 @@ class HybridLM(nn.Module):
         for block in self.blocks:
             yield cast(Block, block)
 
+    def set_recompute(self, recompute: str) -> None:
+        """Choose what the backward pass computes again instead of keeping: one of ``RECOMPUTE``.
+
+        Neither losses nor gradients depend on it. ``selective`` keeps the outputs of projections, attention and memory,
+        and computes norms, convolutions, gates and activations again; ``full`` keeps what enters a block.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"HybridLM: recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}")
+        self.recompute = recompute
+
+    def compile_blocks(self) -> None:
+        """Compile every block in place; names of parameters stay, so checkpoints fit compiled and plain models."""
+        for block in self.each_block():
+            block.compile()
+
     def reset(self, seed: int | None = None) -> None:
         """Fill every tensor; see :func:`zoo_layers.init.reset`. A tied head keeps the embedding's values."""
         if seed is None:
@@ -197,8 +238,16 @@ class HybridLM(nn.Module):
         packing = as_packing(packing, batch=input_ids.shape[0], tokens=input_ids.shape[1], op="HybridLM")
         x = self.embedding(input_ids)
         for index, block in enumerate(self.each_block()):
-            x = block(x, None if caches is None else caches[index], packing)
+            x = self._through(block, x, None if caches is None else caches[index], packing)
         return self.norm(x)
+
+    def _through(self, block: Block, x: Tensor, cache: MixerCache | None, packing: Packing | None) -> Tensor:
+        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
+            return block(x, cache, packing)
+        if self.recompute == "full":
+            return checkpoint(block, x, None, packing, use_reentrant=False)
+        kept = partial(create_selective_checkpoint_contexts, _keep_costly)
+        return checkpoint(block, x, None, packing, use_reentrant=False, context_fn=kept)
 
     def nll(self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
         """The summed negative log likelihood of the labels that count, in nats, and how many they are."""

@@ -201,10 +201,8 @@ def _sized(
 _DN_340M, _DN_1B = FLAME + "delta_net_340M.json", FLAME + "delta_net_1B.json"
 _NO_SIZES = "[config] a public one of this size; the paper gives no sizes"
 _H2_SIZES = ("n_layers", "d_model", "GDN.heads", "GDN.head_dim", "GDN.expand_v", "SWA.heads", "SWA.head_dim", "tie")
-_H2_OURS = {
-    **dict.fromkeys(_H2_SIZES, OURS + " no configuration was released"),
-    "d_ff": OURS + " computed: non-embedding parameters within 0.1 % of gdn-h1-1.3b",
-}
+_H2_OURS = dict.fromkeys(_H2_SIZES, OURS + " no configuration was released")
+_H2_D_FF = OURS + " computed: non-embedding parameters within {} % of {}"
 _M2 = {"expand": 2, "head_dim": 64, "state": 128, "groups": 1, "conv": 4}
 _GLA = {"heads": 4, "expand_v": 2, "conv": 0, "gate_rank": 16, "gate_normalizer": 16.0}
 _UNTIED_SILENT = {"tie": FLAME + "*.json; the paper does not say"}
@@ -348,6 +346,21 @@ _SIZED = (
     ),
     _sized(
         "gdn-h2",
+        "0.4b",
+        FLAME + "mamba2_340M.json",
+        12,
+        1536,
+        5952,
+        {
+            "M2": _M2,
+            "GDN": {"heads": 9, "head_dim": 128, "expand_v": 2, "conv": 4},
+            "SWA": {"heads": 12, "head_dim": 128},
+        },
+        tie=True,
+        sources={**_H2_OURS, "d_ff": _H2_D_FF.format(0.2, "gdn-h1-0.4b"), "GDN.conv": NVLABS},
+    ),
+    _sized(
+        "gdn-h2",
         "1.3b",
         FLAME + "mamba2_1B.json",
         18,
@@ -359,7 +372,7 @@ _SIZED = (
             "SWA": {"heads": 18, "head_dim": 128},
         },
         tie=True,
-        sources={**_H2_OURS, "GDN.conv": NVLABS},
+        sources={**_H2_OURS, "d_ff": _H2_D_FF.format(0.1, "gdn-h1-1.3b"), "GDN.conv": NVLABS},
     ),
     _sized(
         "samba",

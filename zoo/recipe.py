@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
@@ -23,12 +24,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 import zoo.data
 import zoo.optim  # noqa: F401
 from zoo.callbacks import RunHeader, Throughput, WritePredictions
-from zoo.checkpoint import read_checkpoint
+from zoo.checkpoint import WholeFiles, read_checkpoint, read_facts, recover
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.names import near
 from zoo.pattern import misplaced_key
-from zoo.run import LAST, Budget, refuse_to_overwrite
+from zoo.run import BEST, LAST, Budget, refuse_to_overwrite
+from zoo.watch import NonFiniteGuard, SaveOnSignal
 
 INTERRUPTED, TERMINATED = 130, 143
 
@@ -75,6 +77,7 @@ class ZooCLI(LightningCLI):
             }
         )
         parser.add_lightning_class_args(Throughput, "throughput")
+        parser.add_lightning_class_args(NonFiniteGuard, "guard")
         parser.link_arguments(
             "trainer.default_root_dir", "checkpoint.dirpath", compute_fn=lambda root: root or "runs/default"
         )
@@ -107,6 +110,9 @@ class ZooCLI(LightningCLI):
             raise UserError("the recipe has no data; give data.class_path, such as zoo.data.TokenData")
         if trainer.callbacks is None:
             trainer.callbacks = []
+        on_gpu = trainer.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        if trainer.precision is None and trainer.plugins is None and on_gpu:
+            trainer.precision = "bf16-mixed"
 
     def _take_budget(self, config: Any) -> None:
         """Steps follow from the budget; ``--trainer.max_steps`` on the command line may only cut a run short."""
@@ -162,7 +168,9 @@ class ZooCLI(LightningCLI):
             raise UserError(
                 f"trainer ({given}): {str(error).rstrip('.!')}. `zoo doctor` shows what serves on this machine."
             ) from error
-        trainer.callbacks += [RunHeader(), WritePredictions()]
+        if settings.plugins is None:
+            trainer.strategy.checkpoint_io = WholeFiles()
+        trainer.callbacks += [RunHeader(), WritePredictions(), SaveOnSignal()]
         if trainer.logger is not None:
             trainer.callbacks.append(LearningRateMonitor(logging_interval="step"))
         return trainer
@@ -171,8 +179,10 @@ class ZooCLI(LightningCLI):
     def before_fit(self) -> None:
         config = self.config.fit
         root = Path(self.trainer.default_root_dir)
+        if recover(root / LAST):
+            print(f"{root / LAST}: finished what an interrupted save had begun")
         refuse_to_overwrite(root, config.ckpt_path)
-        resolve_checkpoint(config.ckpt_path, root)
+        self._check("fit")
         budget = config.budget.tokens
         if budget is not None:
             print(f"budget: {budget:,} tokens, {config.budget.batch_tokens:,} a step, {self.trainer.max_steps} steps")
@@ -191,7 +201,16 @@ class ZooCLI(LightningCLI):
         root = Path(self.trainer.default_root_dir)
         if path is None:
             raise UserError(f"zoo {verb} needs trained weights: --ckpt_path last (in {root}), or --ckpt_path FILE")
-        resolve_checkpoint(path, root)
+        self._check(verb)
+
+    def _check(self, verb: str) -> None:
+        """Refuse a checkpoint of another model before any strategy loads it; ``best`` becomes a path."""
+        given, root = self.config[verb].ckpt_path, Path(self.trainer.default_root_dir)
+        found = resolve_checkpoint(given, root)
+        if found is not None:
+            self.model.check_stored(found["zoo"], self.trainer.strategy, resumed=verb == "fit")
+        if given == "best":
+            self.config_init[verb].ckpt_path = str(root / BEST)  # what Lightning calls best, a new process cannot know
 
 
 class SaveRun(SaveConfigCallback):
@@ -225,21 +244,20 @@ def trained_again(config: Any) -> Any:
     return again
 
 
-def resolve_checkpoint(path: str | None, root: Path) -> None:
-    """Check that the checkpoint to start from exists, so that nobody trains from scratch by mistake.
+def resolve_checkpoint(path: str | None, root: Path) -> dict[str, Any] | None:
+    """What the checkpoint to start from says of itself, so that nobody trains from scratch by mistake.
 
     Raises:
-        UserError: it does not.
+        UserError: it does not exist, or cannot be read.
     """
     if path is None:
-        return
-    if path in ("best", "hpc", "registry"):
-        raise UserError(f"--ckpt_path {path} means nothing to a new process; give last, or the checkpoint's file")
-    wanted = root / LAST if path == "last" else Path(path)
+        return None
+    if path in ("hpc", "registry"):
+        raise UserError(f"--ckpt_path {path} means nothing to a new process; give last, best, or the checkpoint's file")
+    wanted = {"last": root / LAST, "best": root / BEST}.get(path, Path(path))
     if not wanted.exists():
         raise UserError(f"--ckpt_path {path}: there is no {wanted}; leave the option out to train from scratch")
-    if wanted.is_file():
-        read_checkpoint(wanted)
+    return read_checkpoint(wanted) if wanted.is_file() else read_facts(wanted)
 
 
 def check_numbers(trainer: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zoo.errors import UserError
 
-LAST = "last.ckpt"
+LAST, BEST = "last.ckpt", "best.ckpt"
 
 
 @dataclass(frozen=True)

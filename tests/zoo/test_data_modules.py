@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from zoo.data import TaskData, TokenData
+from zoo.data import ShardData, TaskData, TokenData
+from zoo.data.prepare import prepare
 from zoo.module import HybridLMModule
 
 
@@ -20,14 +21,22 @@ def by_tokenizer_file(tmp_path):
     return TokenData(seq_len=32, batch_tokens=64, limit_bytes=60_000, tokenizer=str(tmp_path / "bpe.json"))
 
 
+def by_shards(tmp_path):
+    if not (tmp_path / "shards").exists():
+        prepare("excerpt", tmp_path / "shards", shard_tokens=50_000, val_share=0.1)
+    return ShardData("shards", seq_len=32, batch_tokens=64)
+
+
 MODULES = {
     "bytes": lambda tmp_path: TokenData(seq_len=32, batch_tokens=64),
     "a tokenizer file": by_tokenizer_file,
+    "shards": by_shards,
     "a task": lambda tmp_path: TaskData(batch_tokens=72, val_rows=8),
 }
 SHOWN = {
     "bytes": "TokenData('excerpt', seq_len=32, batch_tokens=64)",
     "a tokenizer file": "TokenData('excerpt', seq_len=32, batch_tokens=64)",
+    "shards": "ShardData('shards', seq_len=32, batch_tokens=64)",
     "a task": (
         "TaskData(Overwrite(seq_len=36, kv=6, upd=6, vocab=64, random_fillers=False), seq_len=36, batch_tokens=72)"
     ),
@@ -36,7 +45,8 @@ SHOWN = {
 
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_data_module_is_shown_copied_and_pickled_and_the_copies_give_its_batches(tmp_path, name, used):
+def test_a_data_module_is_shown_copied_and_pickled_and_the_copies_give_its_batches(tmp_path, monkeypatch, name, used):
+    monkeypatch.chdir(tmp_path)
     data = MODULES[name](tmp_path)
     if used:
         module = HybridLMModule("GA", d_model=16, d_ff=16, mixers={"GA": {"heads": 1}}, vocab_size=data.vocab_size)

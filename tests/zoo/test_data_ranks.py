@@ -8,14 +8,15 @@ import sys
 
 import pytest
 
-from zoo.data import TokenData
+from zoo.data import ShardData, TokenData
+from zoo.data.prepare import prepare
 
 # Each rank trains and validates a bigram table and prints one line of JSON.
 SCRIPT = """
 import json, sys
 import lightning.pytorch as pl
 import torch
-from zoo.data import TokenData
+from zoo.data import ShardData, TokenData
 from zoo.metrics import TokenLoss
 
 
@@ -46,7 +47,8 @@ class Bigram(pl.LightningModule):
 
 
 torch.manual_seed(0)
-model, data = Bigram(), TokenData(seq_len=64, batch_tokens=512, val_tokens=1984)
+settings = {"seq_len": 64, "batch_tokens": 512, "val_tokens": 1984}
+model, data = Bigram(), ShardData(sys.argv[1], **settings) if sys.argv[1:] else TokenData(**settings)
 trainer = pl.Trainer(
     accelerator="cpu", devices=2, strategy="ddp", max_steps=4, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
@@ -60,7 +62,13 @@ print("RESULT" + json.dumps({"fed": model.fed, "state": state, "result": model.r
 
 
 @pytest.mark.dist
-def test_two_processes_read_what_one_reads(tmp_path):
+@pytest.mark.parametrize("source", ["text", "shards"])
+def test_two_processes_read_what_one_reads(tmp_path, source):
+    settings = {"seq_len": 64, "batch_tokens": 512, "val_tokens": 1984}
+    words = []
+    if source == "shards":
+        prepare("excerpt", tmp_path / "shards", shard_tokens=50_000, val_share=0.1)
+        words = [str(tmp_path / "shards")]
     (tmp_path / "script.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -69,7 +77,7 @@ def test_two_processes_read_what_one_reads(tmp_path):
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py")],
+            [sys.executable, str(tmp_path / "script.py"), *words],
             env={**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -86,7 +94,7 @@ def test_two_processes_read_what_one_reads(tmp_path):
     assert len(lines) == 2, outputs
     found = [json.loads(line.removeprefix("RESULT")) for line in lines]
 
-    alone = TokenData(seq_len=64, batch_tokens=512, val_tokens=1984)
+    alone = ShardData(*words, **settings) if words else TokenData(**settings)
     loader = alone.train_dataloader()
     steps = [batch["input_ids"].flatten().tolist() for _, batch in zip(range(4), loader)]
     for step, whole in enumerate(steps):

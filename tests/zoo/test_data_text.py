@@ -482,7 +482,7 @@ def test_an_empty_split_is_refused_with_counts_and_a_cure(tmp_path):
 
 
 def test_an_unknown_tokenizer_is_refused(tmp_path):
-    refused("write `byte`", tokenizer="bytes")
+    refused("write `byte`", tokenizer="bites")
     (tmp_path / "bad.json").write_text("{}")
     refused("not a tokenizers JSON file", tokenizer=str(tmp_path / "bad.json"))
     with pytest.raises(ValueError, match=r"id 257 is outside 0\.\.256"):

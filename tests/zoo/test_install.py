@@ -120,7 +120,8 @@ def test_everything_works_without_a_gpu_and_without_triton_or_with_broken_wheels
 def declared():
     """Import names of the dependencies in pyproject.toml, those of optional groups for users too."""
     project = PYPROJECT["project"]
-    groups = [project["dependencies"], project["optional-dependencies"]["tokenizers"]]
+    optional = project["optional-dependencies"]
+    groups = [project["dependencies"], *(lines for name, lines in optional.items() if name != "dev")]
     names = [re.match(r"[\w-]+", line).group().lower() for lines in groups for line in lines]
     return {IMPORTED_AS.get(name, name) for name in names}
 

@@ -131,6 +131,11 @@ def split_name(text: str, *, val_fraction: float = 0.01, test_fraction: float = 
     return _split_of(_hashed(text)[1], val_fraction, test_fraction)
 
 
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id, of 2 bytes or of 4."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 def _hashed(text: str) -> tuple[bytes, float, str]:
     """The key that orders documents, the number in [0, 1) that chooses the split, and the text itself."""
     digest = hashlib.sha256(SALT + text.encode("utf-8")).digest()
@@ -156,7 +161,7 @@ def _refuse_empty(members: dict[str, list[str]], limit_bytes: int | None) -> Non
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Split:
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    dtype = id_dtype(tokenizer.vocab_size)
     separator = tokenizer.separator
     sizes = [len(text.encode("utf-8")) for text in texts]
     if isinstance(tokenizer, ByteTokenizer):  # every byte at once: 30 MB in a tenth of a second
@@ -168,8 +173,9 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Split:
         tokens[is_text] = np.frombuffer("".join(texts).encode("utf-8"), dtype=np.uint8)
         tokens[starts[:-1]] = separator
         return Split(tokens, starts, None, sum(sizes), separator)
-    encoded = [tokenizer.encode(text) for text in texts]
-    starts = np.concatenate([[0], np.cumsum([len(ids) + 1 for ids in encoded], dtype=np.int64)])
-    tokens = np.concatenate([np.concatenate([[separator], ids]) for ids in encoded]).astype(dtype)
-    weights = np.concatenate([np.concatenate([[0], tokenizer.byte_counts(text)]) for text in texts]).astype(np.uint16)
+    encoded = tokenizer.encode_batch(texts)
+    starts = np.concatenate([[0], np.cumsum([len(ids) + 1 for ids, _ in encoded], dtype=np.int64)])
+    tokens = np.concatenate([np.concatenate([[separator], ids]) for ids, _ in encoded]).astype(dtype)
+    widths = [found for _, found in encoded if found is not None]  # of every text: only bytes have none
+    weights = np.concatenate([np.append(0, found) for found in widths]).astype(np.uint16)
     return Split(tokens, starts, weights, sum(sizes), separator)

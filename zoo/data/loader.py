@@ -27,8 +27,8 @@ class RowStream(Protocol):
     epoch_rows: int
     identity: dict[str, Any]
 
-    def ids(self, first: int, count: int) -> np.ndarray:
-        """Input ids of rows ``first`` to ``first + count``, [count, seq_len]."""
+    def trace(self, first: int, count: int) -> bytes:
+        """What tells rows ``first`` to ``first + count`` from any others of this identity, such as their ids."""
         ...
 
     def batch(self, first: int, count: int) -> Batch:
@@ -160,7 +160,7 @@ class TrainLoader:
 
     @property
     def order_hash(self) -> str:
-        """Hash of all token ids handed out, in order, by whole steps: equal on every rank, for any number of ranks."""
+        """Hash of all rows handed out, in order, by whole steps: equal on every rank, for any number of ranks."""
         return self._order_hash
 
     def __len__(self) -> int:
@@ -170,8 +170,8 @@ class TrainLoader:
         for _ in range(len(self)):
             step, micro = self._step, self._micro
             if micro == 0:
-                ids = self.stream.ids(step * self.shape.rows, self.shape.rows).astype("<u4")
-                self._order_hash = hashlib.sha256(self._order_hash.encode() + ids.tobytes()).hexdigest()
+                trace = self.stream.trace(step * self.shape.rows, self.shape.rows)
+                self._order_hash = hashlib.sha256(self._order_hash.encode() + trace).hexdigest()
             self._micro = (micro + 1) % self.shape.accumulate
             self._step = step + (self._micro == 0)
             yield self.batch(step, micro)

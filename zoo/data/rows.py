@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +30,50 @@ class Layout:
     always_packed: bool = False
 
 
+class RowTable(Protocol):
+    """Documents in some order, cut into rows of ``seq_len`` tokens; a row is a context: nothing is carried across rows.
+
+    Attributes:
+        filled: positions that hold text; those behind are padding.
+        seq_len: tokens of one row.
+        separator: the separator's id.
+    """
+
+    @property
+    def filled(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    @property
+    def separator(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, which: np.ndarray) -> np.ndarray:
+        """[rows, seq_len], the ids of the rows ``which``."""
+        ...
+
+    def targets(self, which: np.ndarray) -> np.ndarray:
+        """[rows, seq_len], the id after every id of the rows ``which``, in the padding as elsewhere."""
+        ...
+
+    def text_bytes(self, which: np.ndarray) -> int:
+        """UTF-8 bytes that the targets of the rows ``which`` stand for; separators and padding are none."""
+        ...
+
+    def inner_starts(self, which: np.ndarray) -> list[np.ndarray]:
+        """For each row, where documents (or the padding) begin inside it, its first token left out."""
+        ...
+
+    def documents(self, which: np.ndarray) -> np.ndarray:
+        """int64 [rows, seq_len], the number of the document of every token of ``which``; of padding, anything."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Documents in some order, cut into rows of ``seq_len`` tokens; a row is a context: nothing is carried across rows.
+    """A :class:`RowTable` in memory.
 
     Attributes:
         stream: [rows * seq_len + 1], ids; ``stream[t + 1]`` is the target of ``stream[t]``, the last one included.
@@ -66,9 +108,10 @@ class Rows:
             return int(np.count_nonzero(self.targets(which) != self.separator))
         return int(self.weights[1:].reshape(-1, self.seq_len)[which].sum(dtype=np.int64))
 
-    def places(self, which: np.ndarray) -> np.ndarray:
-        """int64 [rows, seq_len], the place in the stream of every token of the rows ``which``."""
-        return which[:, None] * self.seq_len + np.arange(self.seq_len)
+    def documents(self, which: np.ndarray) -> np.ndarray:
+        """int64 [rows, seq_len], the number of the document, in the order laid out, of every token of ``which``."""
+        places = which[:, None] * self.seq_len + np.arange(self.seq_len)
+        return np.searchsorted(self.starts, places, side="right") - 1
 
     def inner_starts(self, which: np.ndarray) -> list[np.ndarray]:
         """For each row, where documents begin inside it, its first token left out."""
@@ -136,23 +179,19 @@ class TextStream:
         }
         self._epoch: tuple[int, Rows, np.ndarray] | None = None
 
-    def ids(self, first: int, count: int) -> np.ndarray:
-        """Input ids of rows ``first`` to ``first + count``, [count, seq_len]."""
-        return np.concatenate([rows.inputs(which) for rows, which in self._parts(first, count)])
+    def trace(self, first: int, count: int) -> bytes:
+        """Input ids of rows ``first`` to ``first + count``."""
+        return b"".join(rows.inputs(which).astype("<u4").tobytes() for rows, which in self._parts(first, count))
 
     def batch(self, first: int, count: int) -> Batch:
         """The same rows as a batch."""
         return make_batch(self._parts(first, count), self.layout)
 
     def _parts(self, first: int, count: int) -> list[tuple[Rows, np.ndarray]]:
-        """The rows by epoch; a short text passes several epochs in one batch."""
         parts = []
-        while count:
-            epoch, place = divmod(first, self.epoch_rows)
+        for epoch, begin, end in by_epoch(first, count, self.epoch_rows):
             rows, order = self._shuffled(epoch)
-            which = order[place : place + count]
-            parts.append((rows, which))
-            first, count = first + len(which), count - len(which)
+            parts.append((rows, order[begin:end]))
         return parts
 
     def _shuffled(self, epoch: int) -> tuple[Rows, np.ndarray]:
@@ -163,12 +202,20 @@ class TextStream:
         return self._epoch[1], self._epoch[2]
 
 
+def by_epoch(first: int, count: int, epoch_rows: int) -> Iterator[tuple[int, int, int]]:
+    """(epoch, first place, place behind the last) of ``count`` rows; short texts pass several epochs in one batch."""
+    while count:
+        epoch, begin = divmod(first, epoch_rows)
+        taken = min(count, epoch_rows - begin)
+        yield epoch, begin, begin + taken
+        first, count = first + taken, count - taken
+
+
 class TextRows:
     """Evaluation rows: the documents as they are, every label once, the last row padded.
 
     Args:
-        split: the documents.
-        seq_len: tokens of one row.
+        rows: the documents, cut into rows.
         layout: how rows become tensors.
         max_tokens: keep about so many tokens, rows evenly spaced over the split; None: all.
 
@@ -176,14 +223,14 @@ class TextRows:
         UserError: ``max_tokens`` below one row.
     """
 
-    def __init__(self, split: Split, *, seq_len: int, layout: Layout, max_tokens: int | None = None) -> None:
-        if max_tokens is not None and max_tokens < seq_len:
+    def __init__(self, rows: RowTable, *, layout: Layout, max_tokens: int | None = None) -> None:
+        if max_tokens is not None and max_tokens < rows.seq_len:
             raise UserError(
-                f"data: val_tokens is {max_tokens}, less than one row of seq_len {seq_len}; raise it, or leave it out"
+                f"data: val_tokens is {max_tokens}, less than one row of seq_len {rows.seq_len}; raise it, or leave it "
+                "out"
             )
-        self.layout = layout
-        self.rows = lay_out(split, seq_len, keep_tail=True)
-        count = len(self.rows) if max_tokens is None else min(len(self.rows), max_tokens // seq_len)
+        self.layout, self.rows = layout, rows
+        count = len(self.rows) if max_tokens is None else min(len(self.rows), max_tokens // rows.seq_len)
         self.chosen = np.arange(count, dtype=np.int64) * len(self.rows) // count
 
     def __len__(self) -> int:
@@ -195,18 +242,19 @@ class TextRows:
 
     def documents(self, which: np.ndarray) -> np.ndarray:
         """int64 [rows, seq_len], the number of the document of every position; -1 for padding."""
-        places = self.rows.places(self.chosen[which])
-        numbers = np.searchsorted(self.rows.starts, places, side="right") - 1
-        return np.where(places < self.rows.filled, numbers, -1)
+        return np.where(self._filled(self.chosen[which]), self.rows.documents(self.chosen[which]), -1)
 
     def labels(self) -> np.ndarray:
         """Ids that are predicted, in order, separators included: what entropies are taken of."""
-        places = self.rows.places(self.chosen).reshape(-1)
-        return self.rows.stream[places[places < self.rows.filled] + 1].astype(np.int64)
+        return self.rows.targets(self.chosen)[self._filled(self.chosen)].astype(np.int64)
 
     def text_bytes(self) -> int:
         """UTF-8 bytes that :meth:`labels` stand for: what the batches' ``bytes`` sum to."""
         return self.rows.text_bytes(self.chosen)
+
+    def _filled(self, which: np.ndarray) -> np.ndarray:
+        """bool [rows, seq_len], which positions hold text."""
+        return which[:, None] * self.rows.seq_len + np.arange(self.rows.seq_len) < self.rows.filled
 
 
 class DocumentRows(TextRows):
@@ -219,7 +267,7 @@ class DocumentRows(TextRows):
         return {**batch, "documents": torch.from_numpy(documents).reshape(batch["labels"].shape)}
 
 
-def make_batch(parts: list[tuple[Rows, np.ndarray]], layout: Layout, *, padding_rows: int = 0) -> Batch:
+def make_batch(parts: Sequence[tuple[RowTable, np.ndarray]], layout: Layout, *, padding_rows: int = 0) -> Batch:
     """Gather rows into the batch that a training step takes.
 
     Args:

@@ -154,9 +154,9 @@ class TaskStream:
         self._blocks: dict[int, TaskRows] = {}  # a dictionary can be pickled, which functools.lru_cache cannot
         self._whole: TaskRows | None = None
 
-    def ids(self, first: int, count: int) -> np.ndarray:
-        """Input ids of rows ``first`` to ``first + count``, [count, seq_len]."""
-        return self._rows(first, count).tokens
+    def trace(self, first: int, count: int) -> bytes:
+        """Input ids of rows ``first`` to ``first + count``."""
+        return self._rows(first, count).tokens.astype("<u4").tobytes()
 
     def batch(self, first: int, count: int) -> Batch:
         """The same rows as a batch."""

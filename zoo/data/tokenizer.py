@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes by default, or a `tokenizers` JSON file."""
+"""Text to token ids and back: bytes by default, a `tokenizers` JSON file, or a table of `tiktoken`'s."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ SEPARATOR_NAMES = (
     "<|end_of_text|>",
     "[SEP]",
 )  # looked for in a JSON file, in this order
+SAVED_AS = "tokenizer.json"
+
+Encoded = tuple[np.ndarray, np.ndarray | None]
+"""Ids, int64 [n], and the UTF-8 bytes that each stands for, uint16 [n]; None: one byte each."""
 
 
 class Tokenizer(Protocol):
@@ -37,12 +41,20 @@ class Tokenizer(Protocol):
         """Ids of ``text``, int64 [n], without separators."""
         ...
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Ids and byte counts of every text."""
+        ...
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; separators are left out, broken UTF-8 becomes U+FFFD."""
         ...
 
     def byte_counts(self, text: str) -> np.ndarray:
         """UTF-8 bytes that each id of ``encode(text)`` stands for, uint16 [n]; they sum to the bytes of ``text``."""
+        ...
+
+    def saved(self) -> tuple[str, dict[str, bytes]]:
+        """What :func:`load_tokenizer` takes to rebuild it, and the files, by name, that this needs in its folder."""
         ...
 
 
@@ -57,6 +69,10 @@ class ByteTokenizer:
         """Ids of ``text``, int64 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """The ids of every text; each is one byte."""
+        return [(self.encode(text), None) for text in texts]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; separators are left out, broken UTF-8 becomes U+FFFD.
 
@@ -64,12 +80,16 @@ class ByteTokenizer:
             UserError: an id outside 0..256.
         """
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         return ids[ids != self.separator].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def byte_counts(self, text: str) -> np.ndarray:
         """One byte for each id, uint16 [bytes]."""
         return np.ones(len(text.encode("utf-8")), dtype=np.uint16)
+
+    def saved(self) -> tuple[str, dict[str, bytes]]:
+        """The name, which is enough."""
+        return "byte", {}
 
 
 class FileTokenizer:
@@ -93,7 +113,7 @@ class FileTokenizer:
                 f"tokenizer: {str(path)!r} needs the `tokenizers` package, which is not installed; "
                 "`pip install 'hybrid-zoo[tokenizers]'`, or use the tokenizer `byte`"
             ) from error
-        content = path.read_bytes()
+        content = self._content = path.read_bytes()
         try:
             self._backend = Backend.from_str(content.decode("utf-8"))
         except Exception as error:  # the package raises bare Exception for a file it cannot read
@@ -113,7 +133,18 @@ class FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of ``text``, int64 [n], without special tokens."""
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return self.encode_batch([text])[0][0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoded]:
+        """Ids and byte counts of every text, over the machine's cores.
+
+        A token counts the bytes from the end of the token before to its own end; the last takes what is left.
+        """
+        found = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, dtype=np.int64), _widths(text, [end for _, end in encoding.offsets]))
+            for text, encoding in zip(texts, found)
+        ]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of ``ids``; special tokens are left out.
@@ -122,33 +153,57 @@ class FileTokenizer:
             UserError: an id outside the vocabulary.
         """
         ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         return self._backend.decode(ids.tolist(), skip_special_tokens=True)
 
     def byte_counts(self, text: str) -> np.ndarray:
         """Bytes from the end of the token before to the end of each token, uint16 [n]; the last takes what is left."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        widths = np.array([len(character.encode("utf-8")) for character in text], dtype=np.int64)
-        bytes_before = np.concatenate([[0], np.cumsum(widths)])
-        ends = np.maximum.accumulate(np.array([end for _, end in encoding.offsets] or [0], dtype=np.int64))
-        ends[-1] = len(text)
-        return np.diff(bytes_before[ends], prepend=0).astype(np.uint16)[: len(encoding.ids)]
+        return _widths(text, [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets])
+
+    def saved(self) -> tuple[str, dict[str, bytes]]:
+        """The JSON file."""
+        return SAVED_AS, {SAVED_AS: self._content}
 
 
-def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """The tokenizer called ``byte``, or one read from a `tokenizers` JSON file.
+def load_tokenizer(name_or_path: str | Path, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer called ``byte``, one read from a `tokenizers` JSON file, or ``tiktoken:NAME``, ``tiktoken:FILE``.
+
+    Args:
+        name_or_path: which one; ``bytes`` is ``byte``.
+        folder: where a file is looked for; None: here.
 
     Raises:
-        UserError: neither; what is missing, and what to write instead.
+        UserError: none of these; what is missing, and what to write instead.
     """
-    if str(name_or_path) == "byte":
+    name = str(name_or_path)
+    if name in ("byte", "bytes"):
         return ByteTokenizer()
-    return FileTokenizer(name_or_path)
+    if name.startswith("tiktoken:"):
+        from zoo.data.tiktoken_tokenizer import TiktokenTokenizer
+
+        rest = name.removeprefix("tiktoken:")
+        return TiktokenTokenizer(rest if folder is None else str(folder / rest))
+    return FileTokenizer(name if folder is None else folder / name)
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int) -> None:
+def check_ids(ids: np.ndarray, vocab_size: int) -> None:
+    """Refuse ids that the vocabulary lacks.
+
+    Raises:
+        UserError: with the first such id.
+    """
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise UserError(
             f"tokenizer: id {outside[0]} is outside 0..{vocab_size - 1}; these ids belong to another tokenizer"
         )
+
+
+def _widths(text: str, ends: list[int]) -> np.ndarray:
+    """Bytes of each token that ends behind so many characters of ``text``, uint16."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    bytes_before = np.concatenate([[0], np.cumsum(widths)])
+    reached = np.maximum.accumulate(np.array(ends, dtype=np.int64))
+    reached[-1:] = len(text)
+    return np.diff(bytes_before[reached], prepend=0).astype(np.uint16)

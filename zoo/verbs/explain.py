@@ -135,6 +135,10 @@ def _vocabulary(data: Any) -> int | None:
         from zoo.data.tokenizer import load_tokenizer
 
         return load_tokenizer(tokenizer).vocab_size
+    if name == "ShardData" and Path(str(options.get("folder"))).is_dir():
+        from zoo.data.shards import read_index
+
+        return read_index(Path(options["folder"])).tokenizer["vocab_size"]
     if name == "TaskData":
         from zoo.data.tasks import make_task
 

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from zoo.errors import UserError
 from zoo.recipe import ZooCLI, quiet, stop_status
+from zoo.watch import NonFiniteError
 
 
 def run_lightning(verb: str, argv: list[str]) -> int:
@@ -16,7 +17,7 @@ def run_lightning(verb: str, argv: list[str]) -> int:
     sys.argv[1:] = [verb, *argv]  # Lightning starts the processes of further devices from it
     try:
         ZooCLI(None)
-    except MisconfigurationException as error:
+    except (MisconfigurationException, NonFiniteError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"{error.strerror or error}: {error.filename or 'the run'}") from error
