@@ -37,6 +37,7 @@ VERBS = {
     "explain": Verb("zoo.verbs.explain", "what a pattern means: layers, parameters, FLOPs, decode state"),
     "mixers": Verb("zoo.verbs.mixers", "what can stand in a pattern, and the options of each"),
     "presets": Verb("zoo.verbs.presets", "published patterns and models by name, with sources"),
+    "match": Verb("zoo.verbs.match", "one size turned until parameters, FLOPs or state equal another model's"),
     "fit": Verb("zoo.verbs.train", "train a model from a recipe", lightning=True),
     "validate": Verb("zoo.verbs.train", "measure a checkpoint on the validation split", lightning=True),
     "test": Verb("zoo.verbs.train", "measure a checkpoint on the test split", lightning=True),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from zoo_layers.attention import mean_context as mean_of
 from zoo_layers.block import Block
 from zoo_layers.mixer import registered
 from zoo_layers.mlp import build_mlp
@@ -183,6 +184,8 @@ MODELS = {  # 24 or so equal layers: pattern of one mixer, layers, d, d_ff; non-
     "Mamba-2 340M": ("M2", {}, 48, 1024, None, 316_851_712, 761_626_624, 50_995_200),
     "Mamba-2 1B": ("M2", {}, 48, 2048, None, 1_240_767_488, 2_737_405_952, 101_916_672),
     "GLA 340M": ("GLA", {"heads": 4}, 24, 1024, 2816, 308_939_776, 699_006_976, 12_582_912),
+    "GDN 1B": ("GDN", {"heads": 6, "head_dim": 256}, 21, 2048, 5632, 1_256_276_732, 2_759_032_832, 66_834_432),
+    "LLaMA 438M": ("GA", {"heads": 12}, 12, 1536, 4096, 339_777_024, 928_813_056, 301_989_888),
     "GDN 1.3B": ("GDN", {"heads": 9, "head_dim": 200}, 16, 2400, 5888, 1_232_495_488, 2_699_059_200, 46_771_200),
 }
 
@@ -197,3 +200,53 @@ def test_a_published_model_costs_what_its_configuration_says(row):
     assert layers * sum(p.numel() for p in block.parameters()) + d_model == parameters  # and the final norm
     assert layers * block.flops_per_token(4096) + 2 * d_model * vocabulary == flops
     assert layers * mixer.state_bytes(4096) == state_bytes
+
+
+GATED_GA = {"heads": 16, "kv_heads": 2, "head_dim": 256, "output_gate": True, "qk_norm": True}
+MIXERS = {  # of published models with experts: mixer, options, d_model, parameters of one, and layers with that mixer
+    "GDN of Qwen3-Next": (
+        "GDN",
+        {"heads": 16, "value_heads": 32, "head_dim": 128, "expand_v": 1},
+        2048,
+        33_718_464,
+        36,
+    ),
+    "GA of Qwen3-Next": ("GA", GATED_GA, 2048, 27_263_488, 12),
+    "KDA of Kimi Linear": ("KDA", {"heads": 32, "head_dim": 128, "expand_v": 1}, 2304, 39_518_368, 20),
+}
+CACHES = {  # bytes of all these layers' caches: those that do not depend on the context, and those per token of it
+    "GDN of Qwen3-Next": (77_266_944, 0),
+    "GA of Qwen3-Next": (0, 24_576),
+    "KDA of Kimi Linear": (43_417_600, 0),
+}
+
+
+@pytest.mark.parametrize("row", MIXERS)
+def test_a_mixer_of_a_published_model_costs_what_its_configuration_says(row):
+    name, options, d_model, parameters, layers = MIXERS[row]
+    with torch.device("meta"):
+        mixer = registered()[name].from_options(options).build(d_model)
+    assert sum(p.numel() for p in mixer.parameters()) == parameters
+    fixed, per_token = CACHES[row]
+    assert [layers * mixer.state_bytes(context) for context in (1, 4096)] == [
+        fixed + per_token * context for context in (1, 4096)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "mean"),
+    [
+        ([4096], 2048, 1536.25),
+        ([32768], 2048, 1984.03125),
+        ([1000], 2048, 500.5),
+        ([4096], None, 2048.5),
+        ([4096], 512, 480.0625),
+        ([1000, 3000, 96], None, 1222.328125),
+        ([1000, 3000, 96], 512, 437.26171875),
+    ],
+)
+def test_a_query_meets_as_many_keys_as_its_document_and_window_show(lengths, window, mean):
+    assert sum(n * mean_of(n, window) for n in lengths) / sum(lengths) == mean
+    # The truth: every query counted.
+    met = [min(t, window or t) for n in lengths for t in range(1, n + 1)]
+    assert sum(met) / len(met) == mean

@@ -72,7 +72,7 @@ def _print_table(args: argparse.Namespace, settings: dict[str, Any]) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of :func:`zoo.architecture.settle`: the command line's, else the recipe's, else the defaults."""
-    settings = _recipe(args.recipe) if args.recipe else {}
+    settings = recipe_model(args.recipe) if args.recipe else {}
     for key in KEYS:
         given = getattr(args, key, None)
         if given is not None:
@@ -90,7 +90,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-def _recipe(path: Path) -> dict[str, Any]:
+def recipe_model(path: Path) -> dict[str, Any]:
     """What a recipe says of its model.
 
     Raises:
