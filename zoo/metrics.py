@@ -64,6 +64,8 @@ class TaskScore(Metric):
     Args:
         slice_names: names of the masks that every batch brings.
         classes: how many answers are possible, for a score scaled to chance; None: not scaled.
+        ids: every label is below it, for the mean over answers; None: not taken.
+        legal: batches bring the sets of right answers under the slice name ``legal``.
     """
 
     full_state_update = False
@@ -73,17 +75,29 @@ class TaskScore(Metric):
     rows: Tensor
     row_means: Tensor
     rows_right: Tensor
+    legal_right: Tensor
     outdated: Tensor
     outdated_given: Tensor
+    # One entry for each id.
+    labels_of: Tensor
+    right_of: Tensor
 
-    def __init__(self, slice_names: Sequence[str] = (), *, classes: int | None = None) -> None:
+    def __init__(
+        self,
+        slice_names: Sequence[str] = (),
+        *,
+        classes: int | None = None,
+        ids: int | None = None,
+        legal: bool = False,
+    ) -> None:
         super().__init__()
-        self.slice_names, self.classes = tuple(slice_names), classes
-        for name in ("labels", "right", "rows", "row_means", "rows_right"):
-            zeros = torch.zeros(1 + len(self.slice_names), dtype=torch.float64)
-            self.add_state(name, default=zeros, dist_reduce_fx="sum")
-        for name in ("outdated", "outdated_given"):
-            self.add_state(name, default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.slice_names, self.classes, self.ids, self.legal = tuple(slice_names), classes, ids, legal
+        sizes: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("labels", "right", "rows", "row_means", "rows_right", "legal_right"), (1 + len(self.slice_names),)
+        )
+        sizes |= {"outdated": (), "outdated_given": (), "labels_of": (ids or 0,), "right_of": (ids or 0,)}
+        for name, size in sizes.items():
+            self.add_state(name, default=torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
         self.set_dtype(torch.float64)
 
     def update(
@@ -94,7 +108,8 @@ class TaskScore(Metric):
         Args:
             answers: int64 [B, T], the id given at each position.
             labels: int64 [B, T], -100 is not counted.
-            slices: bool [B, T] by slice name; needed if the metric was made with slice names.
+            slices: bool [B, T] by slice name; needed if the metric was made with slice names. ``legal``, if it was made
+                for that: int64 [B, T], bit ``i`` set where id ``i`` is right.
             stale: int64 [B, T], the outdated answer, -100 where there is none.
 
         Raises:
@@ -104,7 +119,8 @@ class TaskScore(Metric):
             raise ValueError(
                 f"metrics: answers are {list(answers.shape)} and labels {list(labels.shape)}; both must be [B, T]"
             )
-        missing = [name for name in self.slice_names if slices is None or name not in slices]
+        wanted = (*self.slice_names, *(["legal"] if self.legal else []))
+        missing = [name for name in wanted if slices is None or name not in slices]
         if missing:
             raise ValueError(
                 f"metrics: the batch has no slice {missing[0]!r}; give update() the masks the metric was made for"
@@ -119,6 +135,12 @@ class TaskScore(Metric):
         self.rows += used.sum(-1)
         self.row_means += (right_per_row / per_row.clamp(min=1)).sum(-1)
         self.rows_right += (used & (right_per_row == per_row)).sum(-1)
+        if self.ids is not None:
+            self.labels_of += torch.bincount(labels[counted], minlength=self.ids)
+            self.right_of += torch.bincount(labels[right[0]], minlength=self.ids)
+        if self.legal and slices is not None:
+            allowed = (slices["legal"] >> answers.clamp(max=63)) & 1 == 1
+            self.legal_right += (masks & allowed).sum((-2, -1))
         if stale is not None:
             known = counted & (stale != -100)
             self.outdated += known.sum()
@@ -129,6 +151,8 @@ class TaskScore(Metric):
 
         Returns:
             ``accuracy``: over labels. ``row_accuracy``: averaged over rows. ``exact``: rows without an error.
+            ``legal_accuracy``: labels at which one of the right answers was given, where there are several.
+            ``class_accuracy``: the mean over the ids that are labels of the accuracy of each.
             ``scaled_accuracy``: 0 at chance, 1 at best (below 0 if worse than chance), where ``classes`` are given.
             ``stale_rate``: of the labels that have an outdated answer, those at which it was given.
 
@@ -145,6 +169,11 @@ class TaskScore(Metric):
                 values[f"{prefix}accuracy"] = self.right[index] / self.labels[index]
                 values[f"{prefix}row_accuracy"] = self.row_means[index] / self.rows[index]
                 values[f"{prefix}exact"] = self.rows_right[index] / self.rows[index]
+                if self.legal:
+                    values[f"{prefix}legal_accuracy"] = self.legal_right[index] / self.labels[index]
+        if self.ids is not None:
+            asked = self.labels_of > 0
+            values["class_accuracy"] = (self.right_of[asked] / self.labels_of[asked]).mean()
         if self.classes is not None:
             values["scaled_accuracy"] = (values["accuracy"] - 1 / self.classes) / (1 - 1 / self.classes)
         if self.outdated > 0:

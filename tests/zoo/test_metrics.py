@@ -9,6 +9,7 @@ import torch
 from torchmetrics.text import Perplexity
 
 from zoo.data import TaskData, TokenData
+from zoo.data.tasks import make_task
 from zoo.metrics import TaskScore, TokenLoss, bigram_conditional_entropy, unigram_entropy
 
 
@@ -117,9 +118,36 @@ def test_scores_equal_counting_by_hand(dice):
     assert values == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("task", ["overwrite", "parity"])
+def test_one_of_several_right_answers_and_the_mean_over_ids_are_counted_by_hand(dice):
+    labels, answers = torch.randint(0, 5, (40, 6)), torch.randint(0, 6, (40, 6))
+    labels[torch.rand(40, 6) < 0.3] = -100
+    sets = torch.rand(40, 6, 6) < 0.4
+    mask = torch.rand(40, 6) < 0.5
+    bits = (sets.long() << torch.arange(6)).sum(-1)
+    score = TaskScore(["some"], ids=6, legal=True)
+    for start in range(0, 40, 8):
+        part = slice(start, start + 8)
+        score.update(answers[part], labels[part], {"some": mask[part], "legal": bits[part]})
+    values = score.compute()
+    counted = labels != -100
+    given = torch.gather(sets, 2, answers.unsqueeze(-1)).squeeze(-1)
+    assert values["legal_accuracy"].item() == pytest.approx(given[counted].double().mean().item())
+    assert values["some/legal_accuracy"].item() == pytest.approx(given[counted & mask].double().mean().item())
+    # Id 5 is never a label, so it is not among those that the mean is taken of.
+    by_id = [(answers[labels == i] == i).double().mean().item() for i in range(5)]
+    assert values["class_accuracy"].item() == pytest.approx(np.mean(by_id))
+    assert values["class_accuracy"].item() != pytest.approx(values["accuracy"].item())
+
+
+def test_a_batch_without_its_sets_of_right_answers_is_refused():
+    with pytest.raises(ValueError, match="no slice 'legal'"):
+        TaskScore(legal=True).update(torch.zeros(1, 2).long(), torch.zeros(1, 2).long(), {})
+
+
+@pytest.mark.parametrize("task", ["overwrite", "parity", "mqar", "arithmetic", "mad_fuzzy", "mad_memorize", "niah"])
 def test_perfect_and_outdated_answers_are_told_apart(task):
-    module = TaskData(task, batch_tokens=1440, options={"upd": 3} if task == "overwrite" else None)
+    options = {"upd": 3} if task == "overwrite" else None
+    module = TaskData(task, batch_tokens=40 * make_task(task).seq_len, options=options)
     perfect, outdated = module.new_score(), module.new_score()
     for batch in module.test_dataloader():
         old = torch.where(batch["stale"] != -100, batch["stale"], batch["labels"])

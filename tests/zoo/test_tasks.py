@@ -1,69 +1,131 @@
-"""Synthetic tasks: right answers, seeds, layouts, speed, and settings that cannot be met."""
+"""Synthetic tasks: right answers, seeds, speed, settings that cannot be met, and what TaskData makes of them.
 
+What each task promises on top of that: test_tasks_recall.py, _tracking.py, _mad.py, _languages.py and _needle.py.
+"""
+
+import hashlib
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
 from zoo.data import TaskData
 from zoo.data.synthetic import FixedRows
-from zoo.data.tasks import BLOCK, TASKS, Overwrite, distinct, make_task
+from zoo.data.tasks import BLOCK, TASKS, TaskRows, make_task
+from zoo.module import HybridLMModule
 
 # Rows per second on one core, a fifth of what each must reach on a quiet machine.
 FLOORS = {
     ("overwrite", "cpu"): 100_000 / 5,
     ("overwrite", "small"): 50_000 / 5,
     ("overwrite", "gpu"): 5_000 / 5,
+    ("mqar", "cpu"): 100_000 / 5,
+    ("mqar", "fig2"): 20_000 / 5,
+    ("mqar", "mixed"): 20_000 / 5,
+    ("mqar", "dense"): 20_000 / 5,
+    ("mqar", "kimi"): 20_000 / 5,
     ("parity", "cpu"): 150_000 / 5,
     ("parity", "gpu"): 150_000 / 5,
+    ("arithmetic", "cpu"): 300_000 / 5,
+    ("arithmetic", "gpu"): 300_000 / 5,
+    ("arithmetic", "brackets"): 3_000 / 5,
+    ("mad_recall", "in_context"): 250_000 / 5,
+    ("mad_recall", "noisy"): 250_000 / 5,
+    ("mad_fuzzy", "baseline"): 15_000 / 5,
+    ("mad_copy", "baseline"): 80_000 / 5,
+    ("mad_memorize", "baseline"): 1_000_000 / 5,
+    ("niah", "s1"): 1_000 / 5,
+    ("niah", "s2"): 1_000 / 5,
+    ("niah", "s3"): 1_000 / 5,
+    ("niah", "lite"): 1_000 / 5,
+    ("regbench", "baseline"): 1_500 / 5,
+    ("regbench", "cpu"): 1_500 / 5,
 }
-# What an answer taken from another row scores: one of the values, or one of two parities.
-CHANCE = {"overwrite": lambda task: 2 / task.vocab_size, "parity": lambda task: 1 / 2}
+# What the labels of another row score, and how far skewed labels may lie from that.
+CHANCE = {
+    "overwrite": (lambda task: 2 / task.vocab_size, 0),
+    "mqar": (lambda task: 2 / task.vocab, 0),
+    "parity": (lambda task: 1 / 2, 0),
+    "arithmetic": (lambda task: 1 / task.modulus, 0.03),  # products are 0 more often than anything else
+    "mad_recall": (lambda task: 1 / task.keys, 0.01),
+    "mad_fuzzy": (lambda task: 2 / task.vocab, 0.01),
+    "mad_copy": (lambda task: 1 / (task.vocab - 2), 0),
+    "mad_memorize": (lambda task: 1 / len(task.facts()), 0),
+}
+TEXT = ("niah", "regbench")  # first labels are all alike; several are right
 
 
-def drawn(name, profile):
+def drawn(name, profile, options=None):
     seed = random.SystemRandom().randrange(2**31)
     print(f"task seed {seed}")
-    task = make_task(name, profile)
+    task = make_task(name, profile, options)
     return task, {split: task.block(split, seed % 7, seed) for split in ("train", "val", "test")}
 
 
 def test_no_task_or_profile_is_left_out():
     assert FLOORS.keys() == {(name, profile) for name, task in TASKS.items() for profile in task.profiles}
-    assert CHANCE.keys() == TASKS.keys()
+    assert {*CHANCE, *TEXT} == TASKS.keys()
 
 
+def test_the_guide_names_every_task_and_profile():
+    guide = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
+    missing = [word for key in FLOORS for word in key if f"`{word}`" not in guide]
+    assert not missing
+
+
+# ------------------------------------------------------------------------------------------------------------- any task
 @pytest.mark.parametrize(("name", "profile"), FLOORS)
 def test_the_slow_solver_is_right_everywhere(name, profile):
     task, blocks = drawn(name, profile)
-    for rows in blocks.values():
+    for split, rows in blocks.items():
         assert rows.tokens.shape == rows.targets.shape == (BLOCK, task.seq_len)
         assert 0 <= rows.tokens.min() <= rows.tokens.max() < task.vocab_size
         assert rows.targets.max() < task.vocab_size
-        labels = (rows.targets != -100).sum(1)
-        assert labels.min() >= 1
-        for tokens, targets in itertools.islice(zip(rows.tokens.tolist(), rows.targets.tolist()), 1000):
-            wrong = [at for at, label in enumerate(targets) if label != -100 and task.solve(tokens, at) != label]
-            assert not wrong
+        counted = rows.targets != -100
+        assert rows.slices.keys() == set(task.slice_names)
+        assert all(mask.dtype == bool and not (mask & ~counted).any() for mask in rows.slices.values())
+        assert split == "train" or (counted.sum(1) >= 1).mean() > 0.9
+        if task.unsolved_in_training and split == "train":
+            assert_the_next_id_is_the_label(rows)
+        else:
+            assert_solved(task, rows)
 
 
-@pytest.mark.parametrize(("name", "profile"), FLOORS)
-def test_answers_of_another_row_score_chance(name, profile):
-    task, blocks = drawn(name, profile)
-    rows, right = blocks["test"], []
-    for tokens, targets in zip(rows.tokens.tolist(), np.roll(rows.targets, 1, axis=0).tolist()):
+def assert_the_next_id_is_the_label(rows):
+    known = rows.targets[:, :-1] != -100
+    assert known.mean() > 0.5
+    np.testing.assert_array_equal(rows.targets[:, :-1][known], rows.tokens[:, 1:][known])
+
+
+def assert_solved(task, rows):
+    for number, (tokens, targets) in enumerate(zip(rows.tokens[:1000].tolist(), rows.targets.tolist())):
         for at, label in enumerate(targets):
-            # Where the other row asks, this one may hold a filler, to which there is no answer.
-            if label != -100 and (name != "overwrite" or tokens[at] in tokens[: task.context : 2]):
-                right.append(task.solve(tokens, at) == label)
-    chance = CHANCE[name](task)
+            if label == -100:
+                continue
+            if rows.legal is None:
+                assert task.solve(tokens, at) == label
+            else:
+                assert rows.legal[number, at] >> label & 1
+
+
+@pytest.mark.parametrize(("name", "profile"), [key for key in FLOORS if key[0] in CHANCE])
+def test_labels_of_another_row_score_chance(name, profile):
+    task, blocks = drawn(name, profile)
+    labels = [row[row != -100] for row in blocks["test"].targets]
+    right = np.concatenate([a[: len(b)] == b[: len(a)] for a, b in itertools.pairwise(labels)])
+    chance, skew = CHANCE[name][0](task), CHANCE[name][1]
     assert len(right) > 100
     # Labels of one row hang together, hence more than the four standard errors of single ones.
-    assert abs(np.mean(right) - chance) < 8 * (chance * (1 - chance) / len(right)) ** 0.5
+    assert abs(np.mean(right) - chance) < skew + 8 * (chance * (1 - chance) / len(right)) ** 0.5
 
 
 @pytest.mark.parametrize(("name", "profile"), FLOORS)
@@ -92,100 +154,53 @@ def test_a_block_follows_from_seed_split_and_number_alone(name, profile):
     np.testing.assert_array_equal(task.block("val", 1, 1).tokens, make_task(name, profile).block("val", 1, 1).tokens)
 
 
-# ------------------------------------------------------------------------------------------------------------ overwrite
-@pytest.mark.parametrize("profile", Overwrite.profiles)
-def test_every_update_changes_the_value_of_its_key(profile):
-    task, blocks = drawn("overwrite", profile)
-    half = task.vocab_size // 2
-    rows = blocks["train"]
-    for tokens, targets, stale in zip(rows.tokens.tolist(), rows.targets.tolist(), rows.stale.tolist()):
-        pairs = list(zip(tokens[: task.context : 2], tokens[1 : task.context : 2]))
-        first, updates = dict(pairs[: task.kv]), dict(pairs[task.kv :])
-        assert len(first) == task.kv
-        assert len(set(first.values())) == task.kv
-        assert len(updates) == task.upd
-        assert updates.keys() <= first.keys()
-        assert all(updates[key] != first[key] for key in updates)
-        assert all(1 <= key < half for key in first)
-        assert all(half <= value < task.vocab_size for value in [*first.values(), *updates.values()])
-        asked = {tokens[at]: at for at, label in enumerate(targets) if label != -100}
-        assert asked.keys() == first.keys()
-        for key, at in asked.items():
-            assert at >= task.context
-            assert at % 2 == 0
-            assert targets[at] == updates.get(key, first[key])
-            assert stale[at] == (first[key] if key in updates else -100)
-            assert tokens[at + 1] == 0, "the answer, or another token, stands behind the query"
+def digest(rows: TaskRows):
+    parts = [rows.tokens, rows.targets, rows.stale, *(rows.slices[name] for name in sorted(rows.slices))]
+    parts += [] if rows.legal is None else [rows.legal]
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
-def test_slices_part_the_labels():
-    task = make_task("overwrite", "small", {"upd": 3})
-    rows = task.block("val", 0, 0)
-    labelled = rows.targets != -100
-    assert rows.slices.keys() == set(task.slice_names)
-    np.testing.assert_array_equal(rows.slices["overwritten"] ^ rows.slices["kept"], labelled)
-    assert rows.slices["overwritten"].sum() == 3 * BLOCK
-    gaps = sum(rows.slices[name].astype(int) for name in task.slice_names if name.startswith("gap_to_"))
-    np.testing.assert_array_equal(gaps, labelled)
-    for row, at in zip(*np.nonzero(labelled)):
-        written = max(p for p in range(0, task.context, 2) if rows.tokens[row, p] == rows.tokens[row, at])
-        (name,) = [n for n in task.slice_names if n.startswith("gap_to_") and rows.slices[n][row, at]]
-        edge = int(name.removeprefix("gap_to_"))
-        assert edge / 2 < at - written <= edge or (edge == 2 and at - written <= 2)
+DIGESTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_tasks import digest
+from zoo.data.tasks import TASKS, make_task
+for name in TASKS:
+    print(digest(make_task(name).block("val", 2, 7)))
+"""
 
 
-def test_new_values_and_queries_are_spread_as_they_should_be():
-    task = make_task("overwrite", options={"seq_len": 128, "kv": 2, "upd": 1, "vocab": 8})
-    rows = [task.block("train", n, 0) for n in range(20)]
-    tokens = np.concatenate([block.tokens for block in rows])
-    # 4 values, and one that is new: each of the 3 others equally often.
-    old = tokens[np.arange(len(tokens)), 1 + 2 * (tokens[:, 4] == tokens[:, 2])]
-    step = (tokens[:, 5] - old) % 4
-    counts = np.bincount(step, minlength=4)
-    assert counts[0] == 0
-    assert ((counts[1:] - len(tokens) / 3) ** 2 / (len(tokens) / 3)).sum() < 20, counts  # chi-square, 2 degrees
-    # The key of the first pair is asked in slot i with probability proportional to i ** -0.99.
-    weights = np.arange(1, 62) ** -0.99
-    asked = (tokens[:, 6::2] == tokens[:, :1]).argmax(1)
-    for slot in (0, 1, 10, 60):
-        expected = weights[slot] / weights.sum()
-        assert abs((asked == slot).mean() - expected) < 5 * (expected * (1 - expected) / len(tokens)) ** 0.5, slot
+def test_another_process_draws_the_same_bits():
+    env = {**os.environ, "PYTHONHASHSEED": "1234"}
+    command = [sys.executable, "-c", DIGESTS, str(Path(__file__).parent)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == [digest(make_task(name).block("val", 2, 7)) for name in TASKS]
 
 
-def test_random_fillers_fill_and_change_nothing_else():
-    plain, filled = (make_task("overwrite", "small", {"random_fillers": value}) for value in (False, True))
-    rows = filled.block("train", 0, 0)
-    assert (rows.tokens > 0).all()
-    for tokens, targets in zip(rows.tokens.tolist(), rows.targets.tolist()):
-        assert all(filled.solve(tokens, at) == label for at, label in enumerate(targets) if label != -100)
-    assert (plain.block("train", 0, 0).tokens == 0).any()
+@pytest.mark.parametrize("name", [name for name in TASKS if TASKS[name].replace_overlap])
+def test_no_row_of_a_test_occurs_in_training(name):
+    module = TaskData(name, batch_tokens=make_task(name).seq_len, train_rows=4 * BLOCK, val_rows=200, test_rows=200)
+    seen = {row.tobytes() for number in range(4) for row in module.task.block("train", number, 0).tokens}
+    for split in ("val", "test"):
+        assert not any(row.tobytes() in seen for row in module.eval_rows(split).tokens)
+        assert module.overlap[split] == 0
 
 
-@pytest.mark.parametrize(("k", "size"), [(1, 1), (3, 4), (3, 200), (20, 400)])
-def test_distinct_draws_are_distinct_and_even(k, size):
-    numbers = distinct(np.random.default_rng(k), 4000, k, 5, 5 + size)
-    assert numbers.shape == (4000, k)
-    assert all(len(set(row)) == k for row in numbers.tolist())
-    for column in (0, k - 1):
-        counts = np.bincount(numbers[:, column] - 5, minlength=size)
-        assert len(counts) == size
-        mean = 4000 / size
-        assert ((counts - mean) ** 2 / mean).sum() < size + 6 * (2 * size) ** 0.5
-
-
-# --------------------------------------------------------------------------------------------------------------- parity
-def test_parity_lengths_cover_their_range_and_labels_stand_where_they_should():
-    task = make_task("parity", "gpu")
-    for split, low, high in [("train", 3, 40), ("val", 3, 40), ("test", 40, 256)]:
-        rows = task.block(split, 0, 0)
-        lengths = (rows.tokens != 0).sum(1)
-        assert lengths.min() >= low
-        assert lengths.max() <= high
-        assert lengths.max() - lengths.min() > 0.9 * (high - low)
-        np.testing.assert_array_equal((rows.targets != -100).argmax(1), lengths - 1)
-        assert ((rows.targets != -100).sum(1) == 1).all()
-    every = make_task("parity").block("train", 0, 0)
-    assert (every.targets != -100).all()
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_trains_and_is_scored_by_the_same_line(name, tmp_path):
+    seq_len = make_task(name).seq_len
+    data = TaskData(name, batch_tokens=4 * seq_len, val_rows=5, test_rows=5)
+    module = HybridLMModule("DN", n_layers=1, d_model=16, vocab_size=data.vocab_size, mlp="none", total_steps=4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, enable_checkpointing=False, **quiet)
+    trainer.fit(module, data)
+    assert torch.isfinite(trainer.callback_metrics["train/loss"])
+    (values,) = trainer.validate(module, data, verbose=False)
+    shares = {key: value for key, value in values.items() if key.split("/")[-1] not in ("loss", "ppl")}
+    assert {"val/accuracy", "val/row_accuracy", "val/exact"} <= shares.keys()
+    assert all(value <= 1 for value in shares.values())
+    assert ("val/legal_accuracy" in shares) == (name == "regbench")
+    assert ("val/class_accuracy" in shares) == name.startswith("mad_")
 
 
 # ------------------------------------------------------------------------------------------------------------- TaskData
@@ -202,20 +217,21 @@ def test_batches_follow_from_the_seed_and_their_number_alone():
     assert all(mask.shape == (48, 36) for mask in batch["slices"].values())
 
 
-def test_a_task_loader_resumes_where_it_stood():
-    straight = TaskData(batch_tokens=36 * 32, train_rows=200).train_dataloader()
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_loader_resumes_where_it_stood(name):
+    def loader(**settings):
+        batch_tokens = 32 * make_task(name).seq_len
+        return TaskData(name, batch_tokens=batch_tokens, **{"train_rows": 200, **settings}).train_dataloader()
+
+    straight, stopped, resumed = loader(), loader(), loader()
     expected = [batch["input_ids"].tolist() for _, batch in zip(range(6), straight)]
-    stopped = TaskData(batch_tokens=36 * 32, train_rows=200).train_dataloader()
     got = [batch["input_ids"].tolist() for _, batch in zip(range(2), stopped)]
-    resumed = TaskData(batch_tokens=36 * 32, train_rows=200).train_dataloader()
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
     got += [batch["input_ids"].tolist() for _, batch in zip(range(4), resumed)]
     assert got == expected
     assert resumed.order_hash == straight.order_hash
     with pytest.raises(ValueError, match="trained with task_seed 0, but 1 is given"):
-        TaskData(batch_tokens=36 * 32, train_rows=200, task_seed=1).train_dataloader().load_state_dict(
-            stopped.state_dict()
-        )
+        loader(task_seed=1).load_state_dict(stopped.state_dict())
 
 
 def test_repeated_rows_come_once_an_epoch_in_another_order_each_time():
@@ -254,10 +270,14 @@ def test_rows_that_training_has_seen_are_replaced_and_counted():
     np.testing.assert_array_equal(rows.tokens, parity.task.block("val", 0, 0).tokens)
 
 
+def mqar(**options):
+    return {"task": "mqar", "options": options}
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"task": "overwritten"}, "no task 'overwritten'; there are overwrite, parity"),
+        ({"task": "overwritten"}, "no task 'overwritten'; there are arithmetic, mad_copy"),
         ({"profile": "tpu"}, "no profile 'tpu'; there are cpu, small, gpu"),
         ({"options": {"kvs": 3}}, "no option 'kvs'; there are seq_len, kv"),
         ({"options": {"kv": 2.5}}, "kv is 2.5, but must be of type int"),
@@ -268,9 +288,36 @@ def test_rows_that_training_has_seen_are_replaced_and_counted():
         ({"options": {"vocab": 12}}, "12 has 5 keys, but kv asks for 6; raise vocab to 14"),
         ({"options": {"seq_len": 37}}, "seq_len is 37, but must be even"),
         ({"options": {"seq_len": 34}}, "need 36; raise seq_len or lower kv"),
+        (mqar(layout="dense"), "layout is 'dense', but must be one of scattered, lm, sep"),
+        (mqar(kv=17), r"17 pairs and 17 queries need 4 \* kv = 68; raise seq_len"),
+        (mqar(vocab=16), "16 has 7 keys, but kv asks for 8; raise vocab to 18"),
+        (mqar(vocab=64), "vocab is 64, but must be above seq_len, here 64; raise vocab to 66"),
+        (mqar(seq_len=63), "seq_len is 63, but must be even"),
+        (mqar(min_kv=3), "min_kv is 3, but must be 0 or kv, here 8, halved"),
+        (mqar(layout="sep", seq_len=24), r"need 3 \* kv \+ 1 = 25"),
+        (mqar(layout="sep", random_fillers=True), "sep has no fillers"),
         ({"task": "parity", "options": {"variant": "all"}}, "must be every or last"),
         ({"task": "parity", "options": {"min_length": 41}}, "min_length 41 and max_length 40 must rise"),
         ({"task": "parity", "options": {"test_max_length": 41}}, "test_max_length 41 must rise"),
+        ({"task": "arithmetic", "options": {"modulus": 1}}, "modulus is 1, but must be at least 2"),
+        ({"task": "arithmetic", "options": {"min_length": 5, "max_length": 5}}, "have an even length; take 6"),
+        ({"task": "arithmetic", "options": {"times": True}}, "times is for brackets"),
+        ({"task": "mad_recall", "options": {"seq_len": 128}}, "must be odd and at least 3"),
+        ({"task": "mad_recall", "options": {"vocab": 15}}, "is 15, but must be even"),
+        ({"task": "mad_recall", "options": {"noise": 0.2}}, "noise_vocab 0; give both"),
+        ({"task": "mad_recall", "options": {"noise": 1.0}}, "must be a share from 0 to below 1"),
+        ({"task": "mad_fuzzy", "options": {"vocab": 6}}, "must be even and at least 8"),
+        ({"task": "mad_fuzzy", "options": {"seq_len": 10}}, "a pair and its repetition need 11"),
+        ({"task": "mad_copy", "options": {"copies": 128}}, "need 257; raise seq_len or lower copies"),
+        ({"task": "mad_memorize", "options": {"vocab": 2}}, "a key, a value and the blank need at least 3"),
+        ({"task": "niah", "options": {"form": 4}}, "form is 4, but must be 1, 2 or 3"),
+        ({"task": "niah", "options": {"seq_len": 256}}, "prompt, needle and reserve need .* raise seq_len to"),
+        ({"task": "niah", "options": {"reserve": 7}}, "a value has up to 8 tokens; raise reserve"),
+        ({"task": "niah", "options": {"from_start": True}}, "from_start is for prose"),
+        ({"task": "niah", "options": {"needle_share": 0.0}}, "must be above 0, at most 1"),
+        ({"task": "regbench", "options": {"seq_len": 512}}, "and what parts them need 949"),
+        ({"task": "regbench", "options": {"max_edges": 4}}, "must be from 1 to 3"),
+        ({"task": "regbench", "options": {"symbols": 61}}, "must be from 4 to 60"),
         ({"batch_tokens": 100}, "no multiple of the row length 36; the next is 108"),
         ({"val_rows": 0}, "val_rows is 0"),
     ],

@@ -20,19 +20,19 @@ ROOMY_BITS = 64.0
 
 
 class TaskData(LightningDataModule):
-    """A synthetic task: recall after updates, or parity.
+    """A synthetic task, such as recall of pairs, parity, or a needle in a haystack; docs/tasks.md describes each.
 
     Training rows are drawn as they are needed, row i from the task's seed and i alone. A batch is a dict: `input_ids`
     and `labels` [rows, seq_len] int64, `labels[t]` belongs to `logits[t]` and -100 does not count; `packing` None;
-    `slices`, a dict of masks [rows, seq_len]; `stale` [rows, seq_len], outdated answers, -100 where there is none;
-    `tokens`, how many labels count.
+    `slices`, a dict of masks [rows, seq_len], and under `legal`, where a task has several right answers, the sets of
+    them as bits; `stale` [rows, seq_len], outdated answers, -100 where there is none; `tokens`, how many labels count.
 
     Args:
-        task: `overwrite` or `parity`.
+        task: Its name: `mqar`, `overwrite`, `parity`, `arithmetic`, `mad_recall`, `mad_fuzzy`, `mad_copy`,
+            `mad_memorize`, `niah` or `regbench`.
         batch_tokens: Tokens of one optimizer step, all ranks and micro-batches together; a multiple of the task's row
             length.
-        profile: A named set of the task's options: `cpu`, `small` or `gpu` for overwrite, `cpu` or `gpu` for parity.
-            None: `cpu`.
+        profile: A named set of the task's options, such as `cpu` or `gpu`. None: the task's first.
         options: Options of the task that override the profile's.
         task_seed: Seed of the rows, independent of every other seed.
         train_rows: Train on so many rows, again and again, shuffled anew each time. None: never see a row twice.
@@ -97,7 +97,9 @@ class TaskData(LightningDataModule):
 
     def new_score(self) -> TaskScore:
         """A metric for this task's answers."""
-        return TaskScore(self.task.slice_names, classes=self.task.classes)
+        task = self.task
+        ids = task.vocab_size if task.by_class else None
+        return TaskScore(task.slice_names, classes=task.classes, ids=ids, legal=task.several_right)
 
     def eval_rows(self, split: str) -> TaskRows:
         """The rows of ``val`` or ``test``, drawn at the first use.
@@ -150,7 +152,7 @@ class TaskStream:
     def __init__(self, task: Task, *, seed: int, rows: int | None) -> None:
         self.task, self.seed, self.repeated = task, seed, rows
         self.epoch_rows = rows if rows is not None else ONLINE_EPOCH_ROWS
-        self.identity: dict[str, Any] = {"task": repr(task), "task_seed": seed, "train_rows": rows}
+        self.identity: dict[str, Any] = {**task.identity(), "task_seed": seed, "train_rows": rows}
         self._blocks: dict[int, TaskRows] = {}  # a dictionary can be pickled, which functools.lru_cache cannot
         self._whole: TaskRows | None = None
 
@@ -208,17 +210,21 @@ class FixedRows:
             np.full_like(padding.targets, IGNORED),
             {name: np.zeros_like(mask) for name, mask in padding.slices.items()},
             np.full_like(padding.stale, IGNORED),
+            padding.legal,
         )
         return task_batch(TaskRows.join([self.rows[which], blank]))
 
 
 def task_batch(rows: TaskRows) -> Batch:
     """Rows of a task as the batch that a training step takes."""
+    slices = {name: torch.from_numpy(mask) for name, mask in rows.slices.items()}
+    if rows.legal is not None:
+        slices["legal"] = torch.from_numpy(rows.legal)
     return {
         "input_ids": torch.from_numpy(rows.tokens),
         "labels": torch.from_numpy(rows.targets),
         "packing": None,
-        "slices": {name: torch.from_numpy(mask) for name, mask in rows.slices.items()},
+        "slices": slices,
         "stale": torch.from_numpy(rows.stale),
         "tokens": int(np.count_nonzero(rows.targets != IGNORED)),
     }
