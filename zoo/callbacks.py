@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,33 +181,6 @@ class Best(ModelCheckpoint):
         """Without a folder of its own, the run's."""
         self.dirpath = self.dirpath or trainer.default_root_dir
         super().setup(trainer, pl_module, stage)
-
-
-class ProgressLines(Callback):
-    """Say how a run goes in a few lines, where a progress bar would fill a log file.
-
-    Args:
-        say: takes a line.
-        lines: how many over the whole run.
-    """
-
-    def __init__(self, say: Callable[[str], None], lines: int = 4):
-        self.say, self.lines = say, lines
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        done, whole = trainer.global_step, trainer.max_steps
-        if whole > 0 and done * self.lines // whole > (done - 1) * self.lines // whole:
-            logged = trainer.callback_metrics
-            parts = [f"  step {done} of {whole}"]
-            parts += [
-                f"{name} {float(logged[key]):.3f}"
-                for name, key in (("loss", "train/loss"), ("val bits/byte", "val/bpb"))
-                if key in logged
-            ]
-            parts += [f"{float(logged['tok/s']):,.0f} tokens/s"] if "tok/s" in logged else []
-            self.say(", ".join(parts))
 
 
 def _wait(pl_module: LightningModule) -> None:

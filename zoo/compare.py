@@ -1,25 +1,51 @@
-"""Arms under one budget: same tokens, same order, same schedule, parameters matched; trained one after another."""
+"""Arms under one budget: same tokens, same order, same schedule, parameters matched; each trained with every seed."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zoo.architecture import Architecture
 from zoo.budget import TOLERANCE, match_parameters, non_embedding
-from zoo.callbacks import ProgressLines, Throughput
+from zoo.data.document_data import DocumentData
 from zoo.errors import UserError
+from zoo.names import near
 from zoo.presets import preset, presets
 from zoo.recipe import ZooCLI
-from zoo.run import LAST, read_metrics
+
+# What must be the same in every arm unless the user allows it to differ; tokens always are.
+CONDITIONS = ("data_order", "tokenizer", "validation", "precision", "optimizer")
+RATE_SHARE = 0.1  # of the budget, for a run that only judges a learning rate
+LEARNING_RATE, WARM_UP = "model.optimizer.init_args.lr", "model.lr_scheduler.init_args.warmup_steps"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An arm as the user names it.
+
+    Attributes:
+        text: a pattern, a preset's name, or a recipe's file (it ends in .yaml or .yml).
+        name: what tables call it; None: the text, or the file's name without its folder.
+        overrides: settings of this arm alone, as they would follow ``zoo fit``.
+    """
+
+    text: str
+    name: str | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What tables call it."""
+        return self.name or (Path(self.text).stem if self.is_recipe else self.text)
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the text names a file."""
+        return self.text.endswith((".yaml", ".yml"))
 
 
 @dataclass(frozen=True)
@@ -27,12 +53,16 @@ class Arm:
     """One architecture of a comparison, sized to the budget.
 
     Attributes:
-        text: as the user wrote it.
+        text: as tables call it.
         architecture: with its matched ``d_ff``.
         non_embedding: parameters without embedding and head.
         deviation: of these from the reference, as a signed share.
         flops_per_token: of the forward, per token, at the training context.
         state_bytes: what decoding keeps per sequence at the comparison's context.
+        by_context: (tokens, FLOPs per token, state bytes) for every context that was asked for.
+        recipe: what it is trained by. overrides: further settings, those of all arms first.
+        conditions: what ``CONDITIONS`` are for it, in words.
+        learning_rate, warmup_steps: the recipe's; None where optimizer or schedule have none.
     """
 
     text: str
@@ -42,35 +72,71 @@ class Arm:
     deviation: float
     flops_per_token: float
     state_bytes: int
+    by_context: tuple[tuple[int, float, int], ...]
+    recipe: Path
+    overrides: tuple[str, ...]
+    conditions: dict[str, str]
+    learning_rate: float | None
+    warmup_steps: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: an arm with a seed; ``factor`` is set where it only judges a learning rate."""
+
+    arm: Arm
+    seed: int
+    learning_rate: float | None = None
+    factor: float | None = None
+
+    @property
+    def title(self) -> str:
+        """As progress calls it."""
+        rate = f", learning rate x {self.factor:g}" if self.factor is not None else ""
+        return f"{self.arm.text}, seed {self.seed}{rate}"
+
+    @property
+    def folder(self) -> str:
+        """Its folder's name inside the arm's."""
+        return f"seed-{self.seed}" if self.factor is None else f"rate-{self.factor:g}"
 
 
 @dataclass
 class Result:
-    """What one arm gave.
+    """What one run gave.
 
     Attributes:
-        status: "finished", "diverged" (a loss that is not finite) or "failed" (with ``error``).
+        status: "finished", "diverged" (a loss or gradient that is not finite) or "failed" (with ``error``).
+        learning_rate: where it is not the recipe's.
         loss, bpb: validation, nats per token and bits per byte, after the last step.
-        curve: (tokens, validation bits per byte) pairs.
+        seconds: of the last start of this run, validation included. peak_bytes: of a CUDA device, else None.
+        curve: (tokens, validation bits per byte, or nats where there are no bytes) pairs.
         train_curve: (tokens, training loss in nats per token) pairs.
+        command: what trains it again, in another folder.
     """
 
     arm: Arm
     status: str
     seed: int | None = None
+    learning_rate: float | None = None
+    factor: float | None = None
     loss: float = math.nan
     bpb: float = math.nan
     tokens: int = 0
     seconds: float = math.nan
     tokens_per_second: float = math.nan
+    peak_bytes: int | None = None
     order_hash: str = ""
     error: str = ""
+    command: str = ""
     curve: list[tuple[int, float]] = field(default_factory=list)
     train_curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def score(self) -> str:
-        """The validation's outcome in words; a task has no bytes."""
+        """The validation's outcome in words, a task has no bytes; or what the run died of."""
+        if self.error:
+            return self.error
         return f"{self.bpb:.4f} bits per byte" if math.isfinite(self.bpb) else f"{self.loss:.4f} nats per label"
 
 
@@ -81,10 +147,14 @@ class Plan:
     Attributes:
         recipe: the YAML file that all arms share.
         overrides: further settings for all arms, as on the command line.
-        held: what is equal, in words.
         reference: non-embedding parameters that every arm is matched to.
-        context: tokens at which the decode state is counted.
+        contexts: tokens at which FLOPs and decode state are counted; the first is the ledger's.
+        train_context: tokens of a training row.
         data_hash: names the text; empty where the data is a task, which the recipe names whole.
+        seeds: of the first weights; every arm is trained with each.
+        rates: factors on the recipe's learning rate that every arm tries; none: the recipe's serves all.
+        rate_seed: the seed of those trials, none of ``seeds``.
+        allowed: the ``CONDITIONS`` that may differ.
     """
 
     arms: tuple[Arm, ...]
@@ -93,78 +163,191 @@ class Plan:
     reference: int
     reference_text: str
     tolerance: float
-    context: int
+    contexts: tuple[int, ...]
+    train_context: int
+    batch_tokens: int
+    tokens: int | None
     data_hash: str = ""
+    seeds: tuple[int, ...] = (0,)
+    rates: tuple[float, ...] = ()
+    rate_seed: int = 0
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> int:
+        """Where the ledger counts the decode state."""
+        return self.contexts[0]
+
+    @property
+    def differing(self) -> dict[str, list[str]]:
+        """Conditions that are not the same in every arm, with each arm's; all of them are allowed."""
+        found = {name: [arm.conditions[name] for arm in self.arms] for name in CONDITIONS}
+        return {name: values for name, values in found.items() if len(set(values)) > 1}
 
     @property
     def held(self) -> str:
         """The first line of every report."""
         worst = max(abs(arm.deviation) for arm in self.arms)
+        order = "NOT their order" if "data_order" in self.differing else "and their order"
+        unequal = [name.replace("_", " ") for name in self.differing if name != "data_order"]
+        rates = (
+            f"learning rate chosen for each arm from the same {len(self.rates)} factors"
+            if self.rates
+            else "learning rate the recipe's, not tuned for any arm"
+        )
         return (
-            f"held: training tokens and their order (exact); parameters without embedding and head "
-            f"({self.reference:,} of {self.reference_text}, within {self.tolerance:.1%}: worst {worst:.2%})"
+            f"held: training tokens {order} (exact); parameters without embedding and head "
+            f"({self.reference:,} of {self.reference_text}, within {self.tolerance:.1%}: worst {worst:.2%}); {rates}"
+            + (f"; NOT held, as allowed: {', '.join(unequal)}" if unequal else "")
         )
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 def make_plan(
-    patterns: Sequence[str],
+    arms: Sequence[str | Entry],
     recipe: str | Path,
     *,
     overrides: Sequence[str] = (),
     tolerance: float = TOLERANCE,
-    context: int = 4096,
+    contexts: Sequence[int] = (4096,),
+    seeds: int | Sequence[int] = 1,
+    rates: Sequence[float] = (),
+    allow: Sequence[str] = (),
 ) -> Plan:
     """Size every arm to the recipe's own model; nothing is trained or written.
 
     Args:
-        patterns: patterns, or presets by name (their pattern, options and MLP; sizes are the recipe's).
+        arms: patterns, presets by name (their pattern, options and MLP; sizes are the recipe's), or recipes (their
+            whole model but ``d_ff``, and their settings; tokens are those of ``recipe``).
         recipe: a training recipe; its model is the reference that arms are matched to.
         overrides: settings for all arms, as they would follow ``zoo fit``.
         tolerance: the largest deviation in parameters, as a share.
-        context: where the decode state is counted, in tokens.
+        contexts: where FLOPs and decode state are counted, in tokens.
+        seeds: how many, counted on from the recipe's; or the seeds themselves.
+        rates: factors on the recipe's learning rate; every arm tries each on a tenth of the tokens with a seed that
+            is not reported, and goes on with its best.
+        allow: the ``CONDITIONS`` in which arms may differ.
 
     Raises:
         UserError, PatternError, SpecError: what is wrong with an arm or the recipe.
     """
-    if not patterns:
+    if not arms:
         raise UserError(
             "compare what? Name at least one pattern: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
         )
-    if context < 1:
-        raise UserError(f"--context must be at least 1 token, got {context}")
+    for context in contexts:
+        if context < 1:
+            raise UserError(f"--context must be at least 1 token, got {context}")
+    for name in allow:
+        if name not in CONDITIONS:
+            raise UserError(f"--allow {name}{near(name, CONDITIONS)}; arms may differ in {', '.join(CONDITIONS)}")
+    entries = [entry if isinstance(entry, Entry) else Entry(entry) for entry in arms]
     path = Path(recipe)
-    if not path.is_file():
-        raise UserError(f"no recipe at {path}; recipes are YAML files, such as recipes/tiny_text.yaml")
+    for file in (path, *(Path(entry.text) for entry in entries if entry.is_recipe)):
+        if not file.is_file():
+            raise UserError(f"no recipe at {file}; recipes are YAML files, such as recipes/tiny_text.yaml")
     base = instantiate(path, overrides)
+    chosen = settle_seeds(seeds, base)
+    if rates and (base.config.budget.tokens is None or min(rates) <= 0 or len(set(rates)) < len(rates)):
+        raise UserError(
+            f"learning rates {', '.join(f'{rate:g}' for rate in rates)}: give different factors above 0, and "
+            "budget.tokens in the recipe, of which a trial takes a tenth"
+        )
     own: Architecture = base.model.architecture
     target = non_embedding(own)
-    sized = [(text, match_parameters(_arm_architecture(text, own), target, tolerance=tolerance)) for text in patterns]
-    names: dict[tuple[str, str], str] = {}
-    for text, match in sized:
-        same = names.setdefault((match.architecture.canonical, match.architecture.mlp), text)
-        if same != text or list(patterns).count(text) > 1:
-            raise UserError(f"{same} and {text} are one model, named twice; compare an arm with another")
-    arms = []
-    for text, match in sized:
-        model = match.architecture.build(device="meta")
-        arms.append(
-            Arm(
-                text,
-                match.architecture,
-                model.parameter_counts().total,
-                match.non_embedding,
-                match.deviation,
-                model.flops_per_token(base.datamodule.seq_len),
-                model.state_bytes(context),
-            )
-        )
+    shared = _conditions(base)
+    found = [_settle_arm(e, path, overrides, base, shared, target, tolerance, tuple(contexts)) for e in entries]
+    _check_distinct(found)
+    for arm in found[1:]:
+        _check_conditions(found[0], arm, allow)
     manifest = getattr(base.datamodule, "manifest", None)
-    data_hash = manifest()["content_hash"] if manifest is not None else ""
-    return Plan(tuple(arms), path, tuple(overrides), target, str(own.pattern), tolerance, context, data_hash)
+    return Plan(
+        tuple(found),
+        path,
+        tuple(overrides),
+        target,
+        str(own.pattern),
+        tolerance,
+        tuple(contexts),
+        base.datamodule.seq_len,
+        base.datamodule.batch_tokens,
+        base.config.budget.tokens,
+        manifest()["content_hash"] if manifest is not None else "",
+        chosen,
+        tuple(rates),
+        max(chosen) + 1000 if max(chosen) + 1000 < 2**32 else min(chosen) - 1,
+        tuple(allow),
+    )
 
 
-def _arm_architecture(text: str, own: Architecture) -> Architecture:
+def settle_seeds(seeds: int | Sequence[int], base: ZooCLI) -> tuple[int, ...]:
+    """The seeds themselves: a number of them is counted on from the recipe's.
+
+    Raises:
+        UserError: none, one twice, or one out of range.
+    """
+    if isinstance(seeds, int):
+        if seeds < 1:
+            raise UserError(f"seeds: {seeds} seeds train nothing; give at least 1, or 3 for an interval")
+        first = base.config.get("seed_everything")
+        first = first if isinstance(first, int) and not isinstance(first, bool) else 0
+        return tuple(range(first, first + seeds))
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**32 for seed in seeds):
+        raise UserError(f"seeds: {list(seeds)}; give at least one, each once, from 0 to {2**32 - 1}")
+    return tuple(seeds)
+
+
+def _settle_arm(
+    entry: Entry,
+    recipe: Path,
+    overrides: Sequence[str],
+    base: ZooCLI,
+    shared: dict[str, str],
+    target: int,
+    tolerance: float,
+    contexts: tuple[int, ...],
+) -> Arm:
+    """One arm, sized and counted; only what has settings of its own is read again."""
+    words, cli, conditions, path = (*overrides, *entry.overrides), base, shared, recipe
+    if entry.is_recipe:
+        path = Path(entry.text)
+        budget = base.config.budget
+        words += (f"--budget.tokens={budget.tokens}",) if budget.tokens is not None else ()
+        words += (f"--budget.batch_tokens={budget.batch_tokens}",)
+    if entry.is_recipe or entry.overrides:
+        cli = instantiate(path, words)
+        conditions = _conditions(cli)
+        for name in ("tokens", "batch_tokens"):
+            if cli.config.budget[name] != base.config.budget[name]:
+                raise UserError(
+                    f"arm {entry.title}: budget.{name} is {cli.config.budget[name]:,}, but "
+                    f"{base.config.budget[name]:,} in the comparison; tokens are always held, so leave the "
+                    "budget to the comparison"
+                )
+    own: Architecture = cli.model.architecture
+    sized = match_parameters(own if entry.is_recipe else _with_arm(entry.text, own), target, tolerance=tolerance)
+    model = sized.architecture.build(device="meta")
+    optimizer, schedule = (
+        (cli.config.model.get(name) or {}).get("init_args") or {} for name in ("optimizer", "lr_scheduler")
+    )
+    return Arm(
+        entry.title,
+        sized.architecture,
+        model.parameter_counts().total,
+        sized.non_embedding,
+        sized.deviation,
+        model.flops_per_token(cli.datamodule.seq_len),
+        model.state_bytes(contexts[0]),
+        tuple((context, model.flops_per_token(context), model.state_bytes(context)) for context in contexts),
+        path,
+        words,
+        conditions,
+        optimizer.get("lr"),
+        schedule.get("warmup_steps"),
+    )
+
+
+def _with_arm(text: str, own: Architecture) -> Architecture:
     """The recipe's model with another pattern; a preset brings its options and its MLP too."""
     if text in presets():
         found = preset(text)
@@ -172,157 +355,62 @@ def _arm_architecture(text: str, own: Architecture) -> Architecture:
     return own.with_pattern(text)
 
 
+def _check_distinct(arms: Sequence[Arm]) -> None:
+    names: dict[tuple[Any, ...], str] = {}
+    for arm in arms:
+        model = arm.architecture
+        key = (repr(model.table()), model.d_model, model.tie, arm.overrides, arm.recipe)
+        same = names.setdefault(key, arm.text)
+        if same != arm.text or [other.text for other in arms].count(arm.text) > 1:
+            raise UserError(f"{same} and {arm.text} are one model, named twice; compare an arm with another")
+
+
+def _check_conditions(first: Arm, arm: Arm, allow: Sequence[str]) -> None:
+    for name in CONDITIONS:
+        one, other = first.conditions[name], arm.conditions[name]
+        if one != other and name not in allow:
+            raise UserError(
+                f"{first.text} and {arm.text} differ in {name.replace('_', ' ')}:\n  {first.text}: {one}\n  "
+                f"{arm.text}: {other}\nThat would be compared too. Make them equal, or allow it, and the ledger says "
+                f"so: --allow {name}"
+            )
+
+
+def _conditions(cli: ZooCLI) -> dict[str, str]:
+    """What must be the same in every arm, in words that are equal only if it is."""
+    data, config, trainer = cli.datamodule, cli.config, cli.trainer
+    limit = f"limit_val_batches {config.trainer.limit_val_batches}"
+    if isinstance(data, DocumentData):
+        order = {**data.train_stream().identity, "batch_tokens": data.batch_tokens}
+        labels = data.eval_text("val")
+        digest = hashlib.sha256(labels.tobytes()).hexdigest()[:12]
+        validation = (
+            f"{len(labels):,} labels {digest}, rows of {data.seq_len}, doc_mask {data.layout.doc_mask}, {limit}"
+        )
+        tokenizer = data.tokenizer.identity
+        order_text = ", ".join(f"{name} {value}" for name, value in order.items())
+    else:  # a task names its rows by its settings
+        order_text = _words(config.data)
+        validation, tokenizer = f"{order_text}, {limit}", f"the data's own, {getattr(data, 'vocab_size', '?')} symbols"
+    clip = f"clip {config.trainer.gradient_clip_val} by {config.trainer.gradient_clip_algorithm or 'norm'}"
+    return {
+        "data_order": order_text,
+        "tokenizer": tokenizer,
+        "validation": validation,
+        "precision": str(trainer.precision),
+        "optimizer": f"{_words(config.model.optimizer)}; {_words(config.model.lr_scheduler)}; {clip}",
+    }
+
+
+def _words(settings: Any) -> str:
+    """``AdamW lr 0.004, weight_decay 0.1`` of a class and its arguments; what is not set is left out."""
+    if settings is None:
+        return "default"
+    options = dict(settings.get("init_args") or {})
+    shown = ", ".join(f"{name} {value}" for name, value in options.items() if value not in (None, False))
+    return f"{settings.get('class_path', '').rpartition('.')[2]} {shown}"
+
+
 def instantiate(recipe: Path, overrides: Sequence[str]) -> ZooCLI:
     """Read a recipe with further settings: its trainer, model and data module, ready to run."""
     return ZooCLI(["--config", str(recipe), *overrides], run=False)
-
-
-# ------------------------------------------------------------------------------------------------------------------ run
-def run_plan(plan: Plan, out: str | Path, *, say: Callable[[str], None] = print) -> list[Result]:
-    """Train and evaluate every arm, one after another; finished arms of the same plan are not run again.
-
-    Args:
-        plan: from :func:`make_plan`.
-        out: the comparison's folder: one folder an arm, and the report.
-        say: takes lines of progress.
-
-    Raises:
-        UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
-    """
-    out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
-    results = []
-    for number, arm in enumerate(plan.arms, start=1):
-        folder = out / f"{number:02d}-{_file_name(arm.text)}"
-        say(f"arm {number} of {len(plan.arms)}: {arm.text} (d_ff {arm.architecture.d_ff})")
-        results.append(_run_arm(plan, arm, folder, say))
-    hashes = {result.order_hash for result in results if result.status == "finished"}
-    if len(hashes) > 1:
-        raise UserError(f"the arms did not read the same tokens in the same order; the comparison in {out} is void")
-    return results
-
-
-def _run_arm(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
-    key = _key(plan, arm)
-    status = folder / "status.json"
-    stored = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
-    if stored and stored["key"] != key:
-        raise UserError(
-            f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: "
-            "--out FOLDER"
-        )
-    if stored.get("status") == "finished":
-        result = _read_result(arm, stored)
-        say(f"  finished before: {result.score}")
-        return result
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(status, {"key": key, "status": "running"})
-    try:
-        result = _train(plan, arm, folder, say)
-    except RuntimeError as error:
-        # One arm that fails, out of memory for example, does not take the others with it; the table shows it. A user's
-        # error concerns the recipe, so it ends the comparison.
-        result = Result(arm, "failed", error=f"{type(error).__name__}: {error}".splitlines()[0])
-        say(f"  failed: {result.error}")
-    if result.status == "finished":
-        say(f"  {result.score} after {result.tokens:,} tokens in {result.seconds:.0f} s")
-    write_json(status, {"key": key, **plain_result(result)})
-    return result
-
-
-def _train(plan: Plan, arm: Arm, folder: Path, say: Callable[[str], None]) -> Result:
-    cli = instantiate(plan.recipe, [*plan.overrides, "--config", str(_write_arm(arm, folder))])
-    trainer: Any = cli.trainer
-    trainer.callbacks.append(ProgressLines(say))
-    (folder / "recipe.yaml").write_text(plan.recipe.read_text(encoding="utf-8"), encoding="utf-8")
-    begun = time.perf_counter()
-    resume = "last" if (folder / LAST).exists() else None
-    trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume)
-    seconds = time.perf_counter() - begun
-    loader: Any = trainer.train_dataloader  # validation below replaces it
-    (final,) = trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
-    rate = next(c.mean_rate for c in trainer.callbacks if isinstance(c, Throughput))
-    tokens = trainer.global_step * cli.datamodule.batch_tokens
-    loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
-    rows = read_metrics(folder)
-    per_step = cli.datamodule.batch_tokens
-    return Result(
-        arm,
-        "finished" if math.isfinite(loss) else "diverged",
-        seed=cli.config.get("seed_everything"),
-        loss=loss,
-        bpb=bpb,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=rate if rate is not None else math.nan,
-        order_hash=loader.order_hash,
-        curve=[
-            ((int(r["step"]) + 1) * per_step, r["val/bpb"])
-            for r in rows
-            if "val/bpb" in r and int(r["step"]) < trainer.global_step
-        ],
-        train_curve=[((int(r["step"]) + 1) * per_step, r["train/loss"]) for r in rows if "train/loss" in r],
-    )
-
-
-def _write_arm(arm: Arm, folder: Path) -> Path:
-    """What makes the shared recipe this arm's, as a second file: `zoo fit --config RECIPE --config ARM`."""
-    plain = arm.architecture.to_plain()
-    content = {
-        "model": {name: plain[name] for name in ("pattern", "n_layers", "d_ff", "mlp", "mixers")},
-        "trainer": {"default_root_dir": str(folder), "enable_progress_bar": False},
-    }
-    path = folder / "arm.yaml"
-    path.write_text(f"# {arm.text}, sized to the budget\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return path
-
-
-def _key(plan: Plan, arm: Arm) -> str:
-    """Names what an arm is: recipe, overrides, architecture and text. The folder is not part of it."""
-    recipe = plan.recipe.read_text(encoding="utf-8")
-    content = [recipe, list(plan.overrides), arm.architecture.to_plain(), plan.data_hash]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _file_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "_+-." else "_" for c in text)[:60]
-
-
-def plain_result(result: Result) -> dict[str, Any]:
-    plain = {k: v for k, v in asdict(result).items() if k != "arm"}
-    arm = result.arm
-    plain["arm"] = {
-        "text": arm.text,
-        "canonical": arm.architecture.canonical,
-        "architecture": arm.architecture.to_plain(),
-        "parameters": {"total": arm.total, "non_embedding": arm.non_embedding},
-        "deviation": arm.deviation,
-        "flops_per_token_forward": arm.flops_per_token,
-        "state_bytes": arm.state_bytes,
-    }
-    return plain
-
-
-def _read_result(arm: Arm, stored: dict[str, Any]) -> Result:
-    kept = {k: v for k, v in stored.items() if k not in ("arm", "key") and v is not None}
-    kept["curve"], kept["train_curve"] = ([tuple(p) for p in kept[k]] for k in ("curve", "train_curve"))
-    return Result(arm, **kept)
-
-
-def _finite(content: Any) -> Any:
-    """JSON knows no NaN: numbers that are not finite become null."""
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Written whole or not at all: a kill leaves the old file."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(_finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)

@@ -2,70 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # Okabe and Ito's colours and a marker each: told apart without colour vision, and in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def draw_curves(
-    curves: Sequence[tuple[str, Sequence[tuple[int, float]]]],
-    path: str | Path,
-    *,
-    entropies: Mapping[str, float],
-    title: str,
-) -> None:
-    """Validation bits per byte against training tokens, one line an arm, as a PNG.
+UNITS = {"bpb": "bits/byte", "loss": "nats/label"}
+LEVELS = {"unigram": "unigram entropy", "bigram": "given the token before"}
+# Stands for the page's own text colour in an SVG; no drawn colour is this one.
+_INK = "#010203"
 
-    Args:
-        curves: (arm, (tokens, bits) pairs) of every arm to draw; none of them empty.
-        path: where to write.
-        entropies: dashed lines of what counting alone reaches, by name.
-        title: the sentence that says what was held equal.
+
+@dataclass(frozen=True)
+class Line:
+    """One arm of a chart.
+
+    Attributes:
+        name: in the legend.
+        points: (x, y) pairs, at least one.
+        band: (low, high) for every point, drawn as an area around a line and as a bar at a single point; or nothing.
     """
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    band: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture, before it is drawn.
+
+    Attributes:
+        name: of its file, unique in a report.
+        title, xlabel, ylabel: words.
+        lines: one an arm.
+        levels: dashed lines across, by name.
+        log: the x axis is logarithmic.
+    """
+
+    name: str
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: tuple[Line, ...]
+    levels: Mapping[str, float] = field(default_factory=dict)
+    log: bool = False
+
+
+def draw_chart(chart: Chart, path: str | Path) -> None:
+    """A chart as a PNG."""
+    _figure(chart).savefig(path, dpi=150)
+
+
+def chart_svg(chart: Chart) -> str:
+    """A chart as an SVG element for a page: text as text, in the page's own colour, on no background of its own."""
+    from matplotlib import rc_context
+
+    inks = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    out = io.StringIO()
+    with rc_context({**dict.fromkeys(inks, _INK), "svg.fonttype": "none", "svg.hashsalt": chart.name}):
+        names = ("Creator", "Date", "Format", "Type")
+        _figure(chart, ink=_INK).savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(names))
+    svg = out.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # Several of them stand on one page, where a name may be there once.
+    svg = re.sub(r'id="', f'id="{chart.name}-', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{chart.name}-", svg)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', _opening(chart), svg, count=1, flags=re.DOTALL)
+    return svg.replace(_INK, "currentColor")
+
+
+def _opening(chart: Chart) -> str:
+    label = html.escape(f"{chart.title}: {chart.ylabel} against {chart.xlabel}", quote=True).replace("\\", "")
+    return (
+        rf'<svg role="img" aria-label="{label}" viewBox="\g<1>" xmlns="http://www.w3.org/2000/svg" '
+        'xmlns:xlink="http://www.w3.org/1999/xlink">'
+    )
+
+
+def _figure(chart: Chart, ink: str = "black") -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(5.4, 3.9), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for index, (arm, points) in enumerate(curves):
-        tokens, bits = zip(*points)
-        axes.plot(
-            tokens,
-            bits,
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=4,
-            linewidth=1.6,
-            label=f"{arm}: {bits[-1]:.3f}",
-        )
-    names = {"unigram": "unigram entropy", "bigram": "entropy given the token before"}
-    for name, bits in entropies.items():
-        axes.axhline(bits, color="#666666", linestyle="--", linewidth=0.9)
+    for index, line in enumerate(chart.lines):
+        colour = COLOURS[index % len(COLOURS)]
+        colour = ink if colour == "#000000" else colour  # black is lost on a dark page
+        style = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 4.5}
+        x, y = zip(*line.points)
+        axes.plot(x, y, **style, linewidth=1.6, label=line.name)
+        if line.band and len(x) > 1:
+            low, high = zip(*line.band)
+            axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        elif line.band:
+            axes.vlines(x, *zip(*line.band), color=colour, linewidth=1.2)
+    for name, value in chart.levels.items():
+        axes.axhline(value, color="#777777", linestyle="--", linewidth=0.9)
         axes.annotate(
-            f"{names[name]} {bits:.2f}",
-            (1, bits),
+            f"{name} {value:.2f}",
+            (1, value),
             xycoords=("axes fraction", "data"),
             xytext=(-4, 3),
             textcoords="offset points",
             ha="right",
             fontsize=8,
-            color="#444444",
         )
-    axes.set_xlabel("training tokens")
-    axes.set_ylabel("validation bits per byte")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
+    axes.set_xlabel(chart.xlabel)
+    axes.set_ylabel(chart.ylabel)
+    if chart.log:
+        axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Validation bits per byte under one budget", x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(title, fontsize=7, color="#444444", wrap=True)
-    if curves:
-        # Above the axes, where it hides nothing.
-        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2)
-    figure.savefig(path)
+    # Above the axes, where it hides nothing.
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=9)
+    return figure
+
+
+def short(value: float) -> str:
+    """``1.5M`` for 1,500,000."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def draw_by_length(
@@ -103,3 +174,68 @@ def draw_by_length(
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.supxlabel(note, fontsize=7, color="#444444", wrap=True)
     figure.savefig(path)
+
+
+# ------------------------------------------------------------------------------------------------- of a comparison
+def curve_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The validation score against tokens, training FLOPs and training seconds."""
+    score = f"validation {UNITS[content['metric']]}"
+    levels = {LEVELS[name]: bits for name, bits in content["entropies"].items()}
+    arms = [arm for arm in content["arms"] if arm["n"]]
+    scales: dict[tuple[str, str], Callable[[Mapping[str, Any]], float]] = {
+        ("curves", "training tokens"): lambda arm: 1.0,
+        ("flops", "training FLOPs"): lambda arm: 3 * arm["flops"]["per_token_forward"],
+    }
+    if all(arm["tokens_per_second"] for arm in arms):
+        scales["seconds", "training seconds"] = lambda arm: 1 / arm["tokens_per_second"]
+    if not arms:
+        return ()
+    return tuple(
+        Chart(name, f"Score against {xlabel}", xlabel, score, tuple(_curve(arm, scale(arm)) for arm in arms), levels)
+        for (name, xlabel), scale in scales.items()
+    )
+
+
+def _curve(arm: Mapping[str, Any], scale: float) -> Line:
+    """The mean over seeds, and the range between the lowest and the highest."""
+    finished = [run["curve"] for run in arm["runs"] if run["status"] == "finished"]
+    curves = [{tokens: value for tokens, value in curve if value is not None} for curve in finished]
+    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = [[curve[tokens] for curve in curves] for tokens in shared]
+    points = tuple((tokens * scale, math.fsum(at) / len(at)) for tokens, at in zip(shared, values))
+    return Line(arm["name"], points, tuple((min(at), max(at)) for at in values) if len(curves) > 1 else ())
+
+
+def cost_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """The final score against state bytes and parameters."""
+    context = content["contexts"][0]
+    score = f"validation {UNITS[content['metric']]}"
+
+    def chart(name: str, xlabel: str, cost: Any, log: bool) -> Chart:
+        lines = []
+        for arm in (arm for arm in content["arms"] if arm["n"]):
+            half = arm["half_interval"]
+            band = () if half is None else ((arm["mean"] - half, arm["mean"] + half),)
+            lines.append(Line(arm["name"], ((cost(arm), arm["mean"]),), band))
+        return Chart(name, f"Score against {xlabel}", xlabel, score, tuple(lines), log=log)
+
+    return (
+        chart("state", f"state bytes at {context:,} tokens", lambda arm: arm["state_bytes"][str(context)], True),
+        chart("parameters", "parameters without embedding and head", lambda arm: arm["params"]["non_embedding"], False),
+    )
+
+
+def grid_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
+    """Validation loss against the learning rate."""
+    lines = []
+    for arm in content["arms"]:
+        points = tuple(
+            (t["learning_rate"], t["loss"])
+            for t in sorted(arm["learning_rate_grid"], key=lambda trial: trial["factor"])
+            if t["status"] == "finished"
+        )
+        lines += [Line(arm["name"], points)] if points else []
+    if not lines:
+        return ()
+    label = "validation nats/label"
+    return (Chart("rates", "Loss against learning rate", "learning rate", label, tuple(lines), log=True),)

@@ -108,7 +108,7 @@ def test_the_table_of_recipes_is_what_the_recipes_are():
     recipes = {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "recipes").glob("*.yaml")
     }
-    assert {row[0] for row in rows} == {name for name, read in recipes.items() if "preset" in read["model"]}
+    assert {row[0] for row in rows} == {name for name, read in recipes.items() if "preset" in read.get("model", {})}
     for name, pattern, layers, width, inner, total, tokens in rows:
         own = settle(preset=recipes[name]["model"]["preset"])
         counts = own.build("meta").parameter_counts()
@@ -118,7 +118,7 @@ def test_the_table_of_recipes_is_what_the_recipes_are():
     tied = {
         name
         for name, read in recipes.items()
-        if "preset" in read["model"] and settle(preset=read["model"]["preset"]).tie
+        if "preset" in read.get("model", {}) and settle(preset=read["model"]["preset"]).tie
     }
     assert tied == {name for name, *_ in rows if name.startswith("gdn")}
 

@@ -92,7 +92,7 @@ def there(supplied, monkeypatch):
 
 def test_every_recipe_with_a_preset_stands_in_the_table_with_its_presets_name():
     found = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "recipes").glob("*.yaml")}
-    assert {name for name, read in found.items() if "preset" in read["model"]} == TABLE.keys()
+    assert {name for name, read in found.items() if "preset" in read.get("model", {})} == TABLE.keys()
     for name, (preset, *_) in TABLE.items():
         assert name == preset.replace("++", "").replace("-", "_")
         assert presets()[preset].n_layers is not None

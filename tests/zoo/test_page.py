@@ -1,0 +1,205 @@
+"""The page of a comparison: whole in one file, readable in light and dark, no wider than a telephone."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from zoo.cli import main
+from zoo.page import Section, Table, to_html, to_markdown
+from zoo.plot import COLOURS, Chart, Line, chart_svg, draw_chart
+
+RECIPE = Path(__file__).parents[2] / "recipes/tiny_text.yaml"
+VOID = {"meta", "link"}  # elements without an end
+CHART = Chart(
+    "curves",
+    "Score <against> tokens",
+    "tokens",
+    "bits & bytes",
+    (
+        Line("GA", ((1e3, 3.0), (2e3, 2.5)), ((2.9, 3.1), (2.4, 2.6))),
+        Line("12x(GDN,SWA)", ((1e3, 2.8), (2e3, 2.2))),
+    ),
+    {"unigram entropy": 4.5},
+)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
+
+
+class Reader(HTMLParser):
+    """What a page would fetch, its text, and the names of its elements; every element must be closed."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.fetched, self.text, self.names = [], [], [], []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.names += [found["id"]] if "id" in found else []
+        self.fetched += [v for k, v in found.items() if k in ("src", "href", "xlink:href") and v[:1] != "#"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A comparison of two arms and two seeds, trained for a few steps."""
+    root = tmp_path_factory.mktemp("page")
+    small = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 32, "model.mixers.GDN.head_dim": 16}
+    small |= {"budget.tokens": 2560, "budget.batch_tokens": 256, "model.lr_scheduler.init_args.warmup_steps": 2}
+    small |= {"trainer.val_check_interval": 5, "data.init_args.source": "excerpt", "data.init_args.val_tokens": 1024}
+    words = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["zoo"])
+        words += ["--recipe", str(RECIPE), "--out", str(root / "out"), "--tol", "3%", "--seeds", "2"]
+        assert main(["compare", "GA", "GDN,SWA", *words]) == 0
+    return root / "out"
+
+
+# --------------------------------------------------------------------------------------------------------------- pieces
+def test_a_chart_is_an_svg_whose_names_are_its_own_and_whose_text_takes_the_pages_colour():
+    svg = chart_svg(CHART)
+    tree = ElementTree.fromstring(svg)
+    assert tree.attrib["role"] == "img"
+    assert tree.attrib["aria-label"] == "Score <against> tokens: bits & bytes against tokens"
+    texts = ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"GA", "12x(GDN,SWA)", "tokens", "bits & bytes", "unigram entropy 4.50"} <= set(texts)
+    assert "currentColor" in svg
+    assert all(colour.lower() in svg for colour in COLOURS[:2])
+    names = re.findall(r' id="([^"]+)"', svg)
+    assert len(names) == len(set(names))
+    assert all(name.startswith("curves-") for name in names)
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg)) <= set(names)
+    assert svg == chart_svg(CHART)
+
+
+def test_no_arm_is_drawn_in_a_colour_that_a_dark_page_swallows():
+    many = Chart("many", "t", "x", "y", tuple(Line(f"arm {i}", ((i, 1.0), (i + 1, 2.0))) for i in range(8)))
+    assert "#000000" not in chart_svg(many)
+
+
+def test_a_chart_is_a_picture_too(tmp_path):
+    draw_chart(CHART, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_text_is_escaped_in_both_forms():
+    table = Table((("arm", True), ("n", False)), [["<b>a|b*</b>", "1"]])
+    sections = [Section("A & B", ("1 < 2",), table)]
+    page = Reader(to_html("<title>", sections))
+    assert page.open == []
+    assert "<b>a|b*</b>" in page.text
+    assert "1 < 2" in page.text
+    assert "\\<b>a\\|b\\*\\</b>" in to_markdown("t", sections)
+
+
+# ----------------------------------------------------------------------------------------------------------- the report
+def test_the_page_fetches_nothing_and_holds_every_chart_and_table(folder):
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    read = Reader(page)
+    assert read.open == []
+    assert read.fetched == ["data:,"]
+    assert len(read.names) == len(set(read.names))
+    assert "<script" not in page
+    assert "url(http" not in page
+    assert "@import" not in page
+    assert re.findall(r'<svg role="img" aria-label="Score against ([^:]+):', page) == [
+        "training tokens",
+        "training FLOPs",
+        "training seconds",
+        "state bytes at 4,096 tokens",
+        "parameters without embedding and head",
+    ]
+    assert "prefers-color-scheme: dark" in page
+    for title in ("What was held equal", "Results", "By context", "Conditions", "Layers of GA", "Runs", "Provenance"):
+        assert f"<h2>{title}</h2>" in page
+
+
+def test_page_and_markdown_show_the_numbers_of_the_json(folder):
+    results = json.loads((folder / "results.json").read_text())
+    page, markdown = ((folder / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
+    for text in (page, markdown):
+        for arm in results["arms"]:
+            assert f"{arm['mean']:.4f} ± {arm['half_interval']:.4f}" in text
+            assert f"{arm['params']['non_embedding']:,}" in text
+            assert f"{arm['deviation']:+.2%}" in text
+            for run in arm["runs"]:
+                assert f"{run['bpb']:.4f}" in text
+                assert run["order_hash"][:16] in text
+        assert results["data_hash"] in text
+        assert results["versions"]["torch"] in text
+    first, second = results["arms"]
+    moved = second["state_bytes"]["4096"] / first["state_bytes"]["4096"] - 1
+    assert f'<td class="number">{moved:+.1%}</td>' in page
+    for picture in re.findall(r"\]\((\w+\.png)\)", markdown):
+        assert (folder / picture).stat().st_size > 5_000
+
+
+def test_the_report_is_written_anew_from_its_json_alone(folder, capsys):
+    before = (folder / "report.html").read_text(encoding="utf-8")
+    (folder / "report.html").unlink()
+    assert main(["compare", "--report-only", str(folder)]) == 0
+    assert (folder / "report.html").read_text(encoding="utf-8") == before
+    assert main(["compare", "--report-only", str(folder / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- in a browser
+PROBE = """<script>
+addEventListener("error", event => document.body.dataset.errors = event.message);
+addEventListener("load", () => {
+  const drawn = [...document.querySelectorAll("svg")].filter(svg => svg.getBBox().width > 50).length;
+  const body = document.body.dataset;
+  body.drawn = drawn; body.width = document.documentElement.scrollWidth; body.window = innerWidth;
+  body.paper = getComputedStyle(document.body).backgroundColor;
+});
+</script></body>"""
+
+
+def seen(folder, tmp_path, *flags):
+    """What a headless Chromium makes of the page inside a frame of 390 px, from its own file."""
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "probed.html").write_text(page.replace("</body>", PROBE), encoding="utf-8")
+    # A headless window is never narrower than 500 px; a frame is.
+    frame = '<iframe src="probed.html" width="390" height="844" style="border:0"></iframe>'
+    outer = "<script>onload = () => document.body.append(JSON.stringify({...frames[0].document.body.dataset}))</script>"
+    (tmp_path / "frame.html").write_text(f"<!doctype html><body>{frame}{outer}</body>", encoding="utf-8")
+    words = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--enable-logging=stderr"]
+    done = subprocess.run(
+        [*words, *flags, "--dump-dom", (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=50
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r'\{"drawn".*?\}|\{"errors".*?\}', done.stdout)
+    assert found, done.stdout[-500:] + done.stderr[-500:]
+    return json.loads(found[0])
+
+
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_draws_every_chart_without_errors_and_without_scrolling_sideways(folder, tmp_path, dark):
+    body = seen(folder, tmp_path, *(["--blink-settings=preferredColorScheme=0"] if dark else []))
+    assert "errors" not in body
+    assert int(body["drawn"]) == 5
+    assert int(body["window"]) == 390
+    assert int(body["width"]) <= 390
+    assert body["paper"] == ("rgb(22, 22, 22)" if dark else "rgb(255, 255, 255)")

@@ -1,0 +1,273 @@
+"""The runs of a comparison: each arm with each seed, one after another; what finished is not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from zoo.callbacks import Throughput
+from zoo.compare import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run, instantiate
+from zoo.console import Lines
+from zoo.errors import UserError
+from zoo.run import LAST, read_metrics
+from zoo.watch import NonFiniteError
+
+
+class Watch(Protocol):
+    """Hears of a comparison while it runs."""
+
+    def begin(self, titles: Sequence[str]) -> None:
+        """What is going to run, in order."""
+
+    def start(self, title: str) -> None:
+        """The next run begins."""
+
+    def step(self, done: int, whole: int, figures: Callable[[], dict[str, float]]) -> None:
+        """It has made a step; ``figures`` fetches the logged ones from the device."""
+
+    def end(self, status: str, score: str, *, before: bool) -> None:
+        """It is over; ``before``: it had been in an earlier call."""
+
+
+class Steps(Callback):
+    """Tell a watch of every step."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        logged = trainer.callback_metrics
+        self.watch.step(
+            trainer.global_step, trainer.max_steps, lambda: {name: float(value) for name, value in logged.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison gave: ``results``, seed by seed and inside of that arm by arm; ``trials`` of learning rates."""
+
+    results: list[Result]
+    trials: list[Result]
+
+    @property
+    def good(self) -> bool:
+        """Whether every arm finished with every seed."""
+        return all(result.status == "finished" for result in self.results)
+
+    def of(self, arm: Arm) -> list[Result]:
+        """The arm's runs, by seed."""
+        return [result for result in self.results if result.arm is arm]
+
+
+def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None) -> Outcome:
+    """Train and evaluate every arm with every seed; what the same plan has finished is not run again.
+
+    First the trials of learning rates, then the first seed of all arms, then the second: stopped half-way, it is
+    balanced. A run that fails is a result that says so.
+
+    Args:
+        plan: from :func:`make_plan`.
+        out: the comparison's folder: one folder an arm and in it one a run.
+        watch: hears how it goes; None: lines.
+
+    Raises:
+        UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
+    """
+    out, watch = Path(out), watch if watch is not None else Lines()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
+    trials = [
+        Run(arm, plan.rate_seed, _rate(arm) * factor, factor) for factor in sorted(plan.rates) for arm in plan.arms
+    ]
+    runs = [Run(arm, seed) for seed in plan.seeds for arm in plan.arms]
+    watch.begin([run.title for run in (*trials, *runs)])
+    tried = [_run(plan, run, out, watch) for run in trials]
+    rates = {arm.text: best_rate(tried, arm) for arm in plan.arms} if trials else {}
+    results = []
+    for run in runs:
+        if run.arm.text in rates and rates[run.arm.text] is None:
+            watch.start(run.title)
+            results.append(Result(run.arm, "failed", run.seed, error="no learning rate of the grid gave a finite loss"))
+            watch.end("failed", results[-1].error, before=False)
+            continue
+        results.append(_run(plan, Run(run.arm, run.seed, rates.get(run.arm.text)), out, watch))
+    hashes = {result.order_hash for result in results if result.status == "finished"}
+    if len(hashes) > 1 and "data_order" not in plan.differing:
+        raise UserError(f"the arms did not read the same tokens in the same order; the comparison in {out} is void")
+    return Outcome(results, tried)
+
+
+def best_rate(trials: Sequence[Result], arm: Arm) -> float | None:
+    """The learning rate with the lowest validation loss among an arm's trials; None where none finished."""
+    own = [trial for trial in trials if trial.arm is arm and trial.status == "finished"]
+    return min(own, key=lambda trial: trial.loss).learning_rate if own else None
+
+
+def _rate(arm: Arm) -> float:
+    if arm.learning_rate is None:
+        raise UserError(f"arm {arm.text}: its recipe gives no {LEARNING_RATE}, so there is nothing to try factors on")
+    return arm.learning_rate
+
+
+def _run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
+    folder = out / f"{plan.arms.index(run.arm) + 1:02d}-{_file_name(run.arm.text)}" / run.folder
+    words = _run_words(plan, run)
+    key = _key(plan, run, words)
+    status = folder / "status.json"
+    stored = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
+    if stored and stored["key"] != key:
+        raise UserError(
+            f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: "
+            "--out FOLDER"
+        )
+    watch.start(run.title)
+    # A divergence comes again; a failure, of memory for example, need not.
+    if stored.get("status") in ("finished", "diverged"):
+        result = _read_result(run.arm, stored)
+        watch.end(result.status, result.score, before=True)
+        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(status, {"key": key, "status": "running"})
+    result = Result(run.arm, "failed", run.seed, run.learning_rate, run.factor)
+    try:
+        result = _train(run, folder, words, watch)
+    except Exception as error:
+        # A user's error before the first step, in what all arms share, would be every run's.
+        shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
+        if isinstance(error, UserError) and shared and not (folder / LAST).exists():
+            raise
+        # Any other does not take the other runs with it; the table shows what this one died of.
+        result.status = "diverged" if isinstance(error, NonFiniteError) else "failed"
+        result.error = next(iter(f"{type(error).__name__}: {error}".splitlines()))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    watch.end(result.status, result.score, before=False)
+    write_json(status, {"key": key, **plain_result(result)})
+    return result
+
+
+def _run_words(plan: Plan, run: Run) -> list[str]:
+    """What a run sets besides its arm's own settings, as on the command line."""
+    words = [f"--seed_everything={run.seed}"]
+    if run.learning_rate is not None:
+        words.append(f"--{LEARNING_RATE}={run.learning_rate!r}")
+    if run.factor is not None and plan.tokens is not None:
+        steps = max(1, round(plan.tokens * RATE_SHARE / plan.batch_tokens))
+        words.append(f"--budget.tokens={steps * plan.batch_tokens}")
+        if run.arm.warmup_steps is not None:  # the whole schedule in small
+            words.append(f"--{WARM_UP}={round(run.arm.warmup_steps * RATE_SHARE)}")
+    return words
+
+
+def _train(run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result:
+    arm = run.arm
+    given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *words]
+    cli = instantiate(arm.recipe, given)
+    trainer: Any = cli.trainer
+    trainer.callbacks.append(Steps(watch))
+    (folder / "recipe.yaml").write_text(arm.recipe.read_text(encoding="utf-8"), encoding="utf-8")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    resume = "last" if (folder / LAST).exists() else None
+    trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume)
+    seconds = time.perf_counter() - begun
+    loader: Any = trainer.train_dataloader  # validation below replaces it
+    (final,) = trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
+    rate = next(c.mean_rate for c in trainer.callbacks if isinstance(c, Throughput))
+    per_step = cli.datamodule.batch_tokens
+    tokens = trainer.global_step * per_step
+    loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
+    rows = read_metrics(folder)
+    name = "val/bpb" if math.isfinite(bpb) else "val/loss"
+    curve = [
+        ((int(row["step"]) + 1) * per_step, row[name])
+        for row in rows
+        if name in row and int(row["step"]) < trainer.global_step
+    ]
+    if not curve or curve[-1][0] < tokens:
+        curve.append((tokens, final[name]))
+    return Result(
+        arm,
+        "finished" if math.isfinite(loss) else "diverged",
+        seed=run.seed,
+        learning_rate=run.learning_rate,
+        factor=run.factor,
+        loss=loss,
+        bpb=bpb,
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=rate if rate is not None else math.nan,
+        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        order_hash=loader.order_hash,
+        error="" if math.isfinite(loss) else "the validation loss is not finite",
+        command=shlex.join(
+            ["zoo", "fit", "--config", str(arm.recipe), *given, "--trainer.default_root_dir", "runs/again"]
+        ),
+        curve=curve,
+        train_curve=[((int(r["step"]) + 1) * per_step, r["train/loss"]) for r in rows if "train/loss" in r],
+    )
+
+
+def _write_arm(arm: Arm, folder: Path) -> Path:
+    """What makes the shared recipe this arm's, as a second file: `zoo fit --config RECIPE --config ARM`."""
+    plain = arm.architecture.to_plain()
+    content = {
+        "model": {name: plain[name] for name in ("pattern", "n_layers", "d_ff", "mlp", "mixers")},
+        "trainer": {"default_root_dir": str(folder), "enable_progress_bar": False},
+    }
+    path = folder / "arm.yaml"
+    path.write_text(f"# {arm.text}, sized to the budget\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _key(plan: Plan, run: Run, words: Sequence[str]) -> str:
+    """Names what a run is: recipe, settings, architecture and text. The folder is not part of it."""
+    recipe = run.arm.recipe.read_text(encoding="utf-8")
+    content = [recipe, list(run.arm.overrides), list(words), run.arm.architecture.to_plain(), plan.data_hash]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "_+-." else "_" for c in text)[:60]
+
+
+def plain_result(result: Result) -> dict[str, Any]:
+    """A run in types that JSON holds; of its arm, the name."""
+    return {**vars(result), "arm": result.arm.text}
+
+
+def _read_result(arm: Arm, stored: dict[str, Any]) -> Result:
+    kept = {k: v for k, v in stored.items() if k not in ("arm", "key") and v is not None}
+    kept["curve"], kept["train_curve"] = ([tuple(p) for p in kept[k]] for k in ("curve", "train_curve"))
+    return Result(arm, **kept)
+
+
+def finite(content: Any) -> Any:
+    """JSON knows no NaN: numbers that are not finite become null."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Written whole or not at all: a kill leaves the old file."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(finite(content), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    part.replace(path)
