@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,12 +208,20 @@ def whole_checkpoint(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: as :func:`read_facts`.
     """
-    from zoo.sharding import by_place
-
     facts, content = read_facts(folder), _read_sharded(folder)
     optimizers = sorted((name for name in content if name.startswith("optimizer_")), key=lambda n: int(n[10:]))
     states = [by_place(content[name]) for name in optimizers]
     return {**facts, "state_dict": content["state_dict"], "optimizer_states": states}
+
+
+def by_place(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with parameters numbered by their place in its groups, as ``state_dict()`` has them."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    place = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {place[name]: value for name, value in state["state"].items()},
+        "param_groups": [{**g, "params": [place[name] for name in g["params"]]} for g in state["param_groups"]],
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ the model

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zoo.checkpoint import part_of, publish, read_checkpoint, read_facts, unsaved
+from zoo.checkpoint import by_place, part_of, publish, read_checkpoint, read_facts, unsaved
 from zoo.errors import UserError
 from zoo.model import HybridLM
 from zoo_layers.block import Block
@@ -286,18 +286,8 @@ class ShardedStrategy(ModelParallelStrategy):
 StrategyRegistry.register("fsdp2", ShardedStrategy, description=ShardedStrategy.__doc__.splitlines()[0])  # type: ignore[union-attr]
 
 
-def by_place(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with parameters numbered by their place in its groups, as ``state_dict()`` has them."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    place = {name: number for number, name in enumerate(names)}
-    return {
-        "state": {place[name]: value for name, value in state["state"].items()},
-        "param_groups": [{**g, "params": [place[name] for name in g["params"]]} for g in state["param_groups"]],
-    }
-
-
 def by_name(state: Mapping[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Undo :func:`by_place` for the parameters of ``optimizer``.
+    """Undo :func:`zoo.checkpoint.by_place` for the parameters of ``optimizer``.
 
     Raises:
         UserError: groups of another number of parameters.

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.zoo.conftest import RECIPE
 from tests.zoo.ranks import launch, recipe_in
 from zoo.architecture import settle
-from zoo.checkpoint import load_model
+from zoo.checkpoint import by_place, load_model
 from zoo.errors import UserError
 from zoo.model import RECOMPUTE
 from zoo.module import HybridLMModule
 from zoo.run import read_metrics
-from zoo.sharding import ShardedStrategy, by_name, by_place
+from zoo.sharding import ShardedStrategy, by_name
 from zoo.verbs.train import run_lightning
 from zoo_layers.block import Block
 from zoo_layers.mixer import registered
