@@ -105,7 +105,9 @@ class FileTokenizer:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         if not path.is_file():
-            raise UserError(f"tokenizer: no file {str(path)!r}; write `byte`, or the path of a tokenizers JSON file")
+            raise UserError(
+                f"tokenizer: no file {str(path)!r}; write `byte`, the path of a tokenizers JSON file, or tiktoken:NAME"
+            )
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
