@@ -277,3 +277,14 @@ def test_on_a_terminal_a_table_fills_with_progress_and_the_time_that_is_left():
     assert "1 of 2 runs are over" in said
     assert "about 0:00 left" in said
     assert "2 of 2 runs are over" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "is empty; a comparison is a mapping"), ("- GA\n", "give a mapping with recipe and arms")],
+)
+def test_a_file_that_holds_no_mapping_is_refused(content, said, tmp_path, capsys):
+    file = tmp_path / "spec.yaml"
+    file.write_text(content)
+    assert main(["compare", str(file)]) == 2
+    assert said in capsys.readouterr().err

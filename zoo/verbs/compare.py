@@ -229,7 +229,9 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"comparison {path} is not valid YAML: {error}") from error
     if isinstance(content, dict) and "model" in content and "arms" not in content:
         raise UserError(f"{path} is a recipe, not a comparison: zoo compare GA GDN,SWA --recipe {path}")
-    _check_type(path, "the content", {} if content is None else content, dict, "a mapping with recipe and arms")
+    if content is None:
+        raise UserError(f"{path} is empty; a comparison is a mapping with recipe and arms")
+    _check_type(path, "the content", content, dict, "a mapping with recipe and arms")
     return content
 
 
