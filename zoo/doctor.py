@@ -23,6 +23,7 @@ from zoo_kernels.backend import explain, observe
 from zoo_kernels.conv import short_conv
 from zoo_kernels.delta import delta_rule, delta_step
 from zoo_kernels.norm import gated_rms_norm, l2_norm, rms_norm
+from zoo_kernels.scale import scale_rows
 from zoo_layers.conformance import REFERENCE
 from zoo_layers.mixer import broken, registered
 
@@ -262,6 +263,16 @@ def _norm(operands: dict[str, Tensor], backend: str | None, kind: str) -> dict[s
     return {"y": weight * (rms_norm(x, weight, backend=backend) if kind == "rms" else l2_norm(x, backend=backend))}
 
 
+def _scale_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    x = torch.randn(1, TOKENS, 4, 128, generator=draw, dtype=torch.float64)
+    return {"x": x, "weight": torch.randn(1, TOKENS, 4, generator=draw, dtype=torch.float64)}
+
+
+def _scale(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    x, add = operands["x"].chunk(2, dim=-1)
+    return {"y": scale_rows(x, operands["weight"], add, backend=backend)}
+
+
 TRIALS = (
     Trial("delta_rule", "", _delta_operands, _delta),
     Trial("delta_step", "", _step_operands, _step, learns=False),
@@ -271,6 +282,7 @@ TRIALS = (
     Trial("rms_norm", "", _norm_operands, partial(_norm, kind="rms")),
     Trial("gated_rms_norm", "", _norm_operands, partial(_norm, kind="gated")),
     Trial("l2_norm", "", _norm_operands, partial(_norm, kind="l2")),
+    Trial("scale_rows", "", _scale_operands, _scale),
 )
 
 

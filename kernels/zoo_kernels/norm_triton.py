@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from zoo_kernels.eager import operator
 from zoo_kernels.elementwise import sigmoid
 from zoo_kernels.launch import Launch, Row
 from zoo_kernels.norm import NormCall
+from zoo_kernels.rows import block_of, lay_out, places
 
 MOST_SIZE = 8192
 MOST_ROWS = 2**30
@@ -65,16 +63,6 @@ class Triton(Kernels):
 
 # ------------------------------------------------------------------------------------------------------------- kernels
 @triton.jit
-def _places(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr):
-    """Where rows start: row // inner steps of one stride and row % inner of the other. [ROWS, 1], 64 bits"""
-    if NESTED:
-        at = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
-    else:
-        at = row.to(tl.int64) * inner_stride
-    return at[:, None]
-
-
-@triton.jit
 def _opened(gate, SIGMOID: tl.constexpr):
     """activation(gate) and its derivative."""
     s = sigmoid(gate)
@@ -97,11 +85,11 @@ def _forward_kernel(
     inside = column < SIZE
     mask = (row < rows)[:, None] & inside[None, :]
     # Multiplied here, so that the compiler sees what strides are multiples of, whatever their value.
-    at = x + _places(row, inner, x_outer * ALIGN, x_inner * ALIGN, NESTED) + column[None, :]
+    at = x + places(row, inner, x_outer * ALIGN, x_inner * ALIGN, NESTED) + column[None, :]
     values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     opened = values
     if gate is not None:
-        at = gate + _places(row, inner, gate_outer * ALIGN, gate_inner * ALIGN, NESTED) + column[None, :]
+        at = gate + places(row, inner, gate_outer * ALIGN, gate_inner * ALIGN, NESTED) + column[None, :]
         opened, _ = _opened(tl.load(at, mask=mask, other=0.0).to(tl.float32), SIGMOID)
         if GATE_FIRST:
             values *= opened
@@ -138,14 +126,14 @@ def _backward_kernel(
     for turn in range(turns):
         row = ((turn * lanes + lane) * ROWS + tl.arange(0, ROWS)) * GROUPS + group
         mask = (row < rows)[:, None] & inside[None, :]
-        at = x + _places(row, inner, x_outer * ALIGN, x_inner * ALIGN, NESTED) + column[None, :]
+        at = x + places(row, inner, x_outer * ALIGN, x_inner * ALIGN, NESTED) + column[None, :]
         values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        at = dy + _places(row, inner, dy_outer * ALIGN, dy_inner * ALIGN, NESTED) + column[None, :]
+        at = dy + places(row, inner, dy_outer * ALIGN, dy_inner * ALIGN, NESTED) + column[None, :]
         gradient = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         out = row.to(tl.int64)[:, None] * SIZE + column[None, :]
         plain, opened, slope = values, values, values
         if gate is not None:
-            at = gate + _places(row, inner, gate_outer * ALIGN, gate_inner * ALIGN, NESTED) + column[None, :]
+            at = gate + places(row, inner, gate_outer * ALIGN, gate_inner * ALIGN, NESTED) + column[None, :]
             opened, slope = _opened(tl.load(at, mask=mask, other=0.0).to(tl.float32), SIGMOID)
             if GATE_FIRST:
                 values *= opened
@@ -174,78 +162,10 @@ def _backward_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------------ launches
-@dataclass(frozen=True)
-class _Rows:
-    """Several tensors of one shape as rows, each with two strides: row r starts at r // inner and r % inner of them.
-
-    Attributes:
-        reached: of each tensor, whether two strides reach all rows; if not, they are those of a copy.
-        strides: (outer, inner) of each, divided by ``align``.
-        count, size, inner: rows, numbers in each, and rows that share one outer step.
-        nested: whether any tensor needs its outer stride.
-    """
-
-    reached: tuple[bool, ...]
-    strides: tuple[tuple[int, int], ...]
-    count: int
-    size: int
-    inner: int
-    align: int
-
-    @property
-    def nested(self) -> bool:
-        return self.inner > 1
-
-    def read(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors, copied where they must be."""
-        return [x if reached else x.contiguous() for x, reached in zip(tensors, self.reached)]
-
-
-@lru_cache(maxsize=1024)
-def _rows(groups: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows:
-    """How tensors of one shape lie in memory, each with its strides."""
-    *outer, width = shape
-    size = width // groups
-    if groups > 1:
-        outer, strides = [*outer, groups], tuple((*steps[:-1], steps[-1] * size, steps[-1]) for steps in strides)
-    count = math.prod(outer)
-    levels = [_levels(outer, size, steps) for steps in strides]
-    inner = next((level[1][0] for level in levels if level is not None and len(level) == 2), 1)
-    reached, pairs = [], []
-    for level in levels:
-        reached.append(level is not None and not (len(level) == 2 and level[1][0] != inner))
-        level = level if level is not None and reached[-1] else [(count, size)]
-        stride = level[-1][1]
-        pairs.append((level[0][1] if len(level) == 2 else inner * stride, stride))
-    align = 1 if any(number % 8 for pair in pairs for number in (*pair, size)) else 8
-    pairs = tuple((far // align, near // align) for far, near in pairs)
-    return _Rows(tuple(reached), pairs, count, size, inner, align)
-
-
-def _levels(outer: Sequence[int], size: int, strides: tuple[int, ...]) -> list[tuple[int, int]] | None:
-    """(rows, stride) of the axes before the last, outermost first, with those merged that one stride walks; at least
-    one, at most two. None: there are more, or the last axis is not dense."""
-    if strides[-1] != 1 and size > 1:
-        return None
-    levels: list[tuple[int, int]] = []
-    for count, stride in zip(outer, strides):
-        if count == 1:
-            continue
-        if levels and levels[-1][1] == count * stride:
-            levels[-1] = (levels[-1][0] * count, stride)
-        else:
-            levels.append((count, stride))
-    return (levels or [(1, size)]) if len(levels) <= 2 else None
-
-
-def _block(size: int) -> int:
-    return 1 << (size - 1).bit_length()
-
-
 def _settings(
     launch: Launch, size: int, align: int, nested: bool, mean: bool, sigmoid_gate: bool, gate_first: bool, groups: int
 ) -> dict[str, Any]:
-    block = _block(size)
+    block = block_of(size)
     return {
         "SIZE": size,
         "MEAN": mean,
@@ -284,8 +204,8 @@ def normalise(
     if x.numel() == 0:
         return y
     given = (x,) if gate is None else (x, gate)
-    rows = _rows(groups, x.shape, *(tensor.stride() for tensor in given))
-    launch = launches.pick("norm_forward", device.architecture(x.device), block=_block(rows.size))
+    rows = lay_out(groups, x.shape, *(tensor.stride() for tensor in given))
+    launch = launches.pick("norm_forward", device.architecture(x.device), block=block_of(rows.size))
     settings = _settings(launch, rows.size, rows.align, rows.nested, mean, sigmoid_gate, gate_first, groups)
     programs = -(-rows.count // (groups * settings["ROWS"])) * groups
     wide_x, wide_gate = (*rows.read(*given), None)[:2]
@@ -319,8 +239,8 @@ def normalise_backward(
     if x.numel() == 0:
         return dx, x.new_empty(0) if weight is None else torch.zeros_like(weight), dgate
     given = (x, dy) if gate is None else (x, dy, gate)
-    rows = _rows(groups, x.shape, *(tensor.stride() for tensor in given))
-    launch = launches.pick("norm_backward", device.architecture(x.device), block=_block(rows.size))
+    rows = lay_out(groups, x.shape, *(tensor.stride() for tensor in given))
+    launch = launches.pick("norm_backward", device.architecture(x.device), block=block_of(rows.size))
     settings = _settings(launch, rows.size, rows.align, rows.nested, mean, sigmoid_gate, gate_first, groups)
     turns, lanes = 1, -(-rows.count // (groups * settings["ROWS"]))
     shares = None
@@ -390,7 +310,7 @@ def compile_rows() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], i
     for kernel, function in (("norm_forward", _forward_kernel), ("norm_backward", _backward_kernel)):
         for size in (64, 128, 1024, 2048, 4096, 8192):
             for case, missing in absent.items():
-                launch = launches.pick(kernel, "sm_90", block=_block(size))
+                launch = launches.pick(kernel, "sm_90", block=block_of(size))
                 groups = 4 if case == "gated first" else 1
                 settings = _settings(launch, size, 8, True, case != "l2", False, case == "gated first", groups)
                 constants = {**dict.fromkeys(missing), **settings}

@@ -14,6 +14,7 @@ from zoo_kernels.attention.op import checked_call
 from zoo_kernels.conv import short_conv
 from zoo_kernels.norm import gated_rms_norm, l1_norm, l2_norm, rms_norm
 from zoo_kernels.rotary import rotary
+from zoo_kernels.scale import scale_rows
 
 ROW = (2, 24, 8)
 # name -> (function of tensors, their shapes); a new op adds its line here
@@ -28,6 +29,8 @@ OPS = {
     "gated_rms_norm, gate first": (lambda x, w, z: gated_rms_norm(x, w, z, gate_first=True), [ROW, (8,), ROW]),
     "l2_norm": (lambda x: l2_norm(x), [ROW]),
     "l1_norm": (lambda x: l1_norm(x), [ROW]),
+    "scale_rows": (lambda x, s: scale_rows(x, s), [(2, 24, 2, 8), (2, 24, 2)]),
+    "scale_rows, heads, add": (lambda x, s, y: scale_rows(x, s, y), [(2, 24, 2, 8), (2,), (2, 24, 2, 8)]),
     "attention": (lambda q, k, v: attention(q, k, v), [(2, 24, 2, 8)] * 3),
     "attention, window": (lambda q, k, v: attention(q, k, v, window=5), [(2, 24, 2, 8)] * 3),
     "cached attention": (

@@ -17,6 +17,7 @@ if device.missing(torch.device("cuda" if torch.cuda.is_available() else "cpu")) 
     pytest.skip("Triton kernels cannot run here", allow_module_level=True)
 
 from zoo_kernels import norm_triton
+from zoo_kernels.rows import lay_out
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not device.INTERPRETED, reason="Triton compiles for the GPU")),
@@ -102,14 +103,14 @@ def test_slices_are_read_where_they_lie(where, form):
 
 def test_two_strides_reach_slices_and_more_are_copied():
     x, _, gate = views(*draw("cpu", 2, 5, 3, 32))
-    rows = norm_triton._rows(1, x.shape, x.stride(), gate.stride(), x.contiguous().stride())
+    rows = lay_out(1, x.shape, x.stride(), gate.stride(), x.contiguous().stride())
     assert rows.read(x, gate)[0] is x
     assert rows.read(x, gate)[1] is gate
     assert (rows.count, rows.size, rows.inner, rows.align) == (30, 32, 3, 8)
     assert rows.strides == ((36, 4), (36, 4), (12, 4))
     for view in (x[:, ::2], x.mT):
-        assert norm_triton._rows(1, view.shape, view.stride()).read(view)[0].is_contiguous()
-    assert not norm_triton._rows(1, x.shape, x.contiguous().stride()).nested
+        assert lay_out(1, view.shape, view.stride()).read(view)[0].is_contiguous()
+    assert not lay_out(1, x.shape, x.contiguous().stride()).nested
 
 
 @pytest.mark.parametrize("where", DEVICES)

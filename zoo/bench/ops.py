@@ -200,9 +200,11 @@ class DeltaCase(Case):
 
 
 def _discretised(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """v = dt x and log_decay = dt A, as Mamba-2 makes them."""
+    """v = dt x and log_decay = dt A, as the mixer M2 makes them."""
+    from zoo_kernels.scale import scale_rows
+
     x, dt = inputs["x"], inputs["dt"]
-    return (x * dt[..., None]).to(x.dtype), dt * inputs["A"]
+    return scale_rows(x, dt), dt * inputs["A"]
 
 
 @dataclass(frozen=True, kw_only=True)

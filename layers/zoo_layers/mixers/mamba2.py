@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo_kernels.packing import Packing
+from zoo_kernels.scale import scale_rows
 from zoo_layers import init
 from zoo_layers.init import Linear
 from zoo_layers.memory import MemoryMixer, log_rate, step_bias, wide
@@ -89,7 +90,7 @@ class Mamba2(MemoryMixer):
         b, c = (t.unflatten(-1, (self.heads, -1)) for t in (b, c))  # each [B, T, groups, state]
         inner = inner.unflatten(-1, (self.value_heads, -1))  # [B, T, heads, head_dim]
         dt = F.softplus(wide(steps) + wide(self.dt_bias))  # [B, T, heads]
-        v = (inner * dt[..., None]).to(inner.dtype)
+        v = scale_rows(inner, dt)
         y = self.remember(c, b, v, cache, packing, log_decay=-dt * wide(self.A_log).exp(), scale=1.0)
-        y = torch.addcmul(wide(y), wide(inner), wide(self.D)[:, None]).to(inner.dtype)
+        y = scale_rows(inner, wide(self.D), add=y)
         return self.to_out(self.norm(y.flatten(-2), gate))
