@@ -23,6 +23,7 @@ from zoo_kernels.backend import explain, observe
 from zoo_kernels.conv import short_conv
 from zoo_kernels.delta import delta_rule, delta_step
 from zoo_kernels.norm import gated_rms_norm, l2_norm, rms_norm
+from zoo_kernels.rotary import rotary
 from zoo_kernels.scale import scale_rows
 from zoo_layers.conformance import REFERENCE
 from zoo_layers.mixer import broken, registered
@@ -263,6 +264,15 @@ def _norm(operands: dict[str, Tensor], backend: str | None, kind: str) -> dict[s
     return {"y": weight * (rms_norm(x, weight, backend=backend) if kind == "rms" else l2_norm(x, backend=backend))}
 
 
+def _rotary_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    return {"x": torch.randn(1, TOKENS, 4, 64, generator=draw, dtype=torch.float64)}
+
+
+def _rotary(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    x = operands["x"]
+    return {"y": rotary(x, torch.arange(x.shape[1], device=x.device), fraction=0.5, backend=backend)}
+
+
 def _scale_operands(draw: torch.Generator) -> dict[str, Tensor]:
     x = torch.randn(1, TOKENS, 4, 128, generator=draw, dtype=torch.float64)
     return {"x": x, "weight": torch.randn(1, TOKENS, 4, generator=draw, dtype=torch.float64)}
@@ -283,6 +293,7 @@ TRIALS = (
     Trial("gated_rms_norm", "", _norm_operands, partial(_norm, kind="gated")),
     Trial("l2_norm", "", _norm_operands, partial(_norm, kind="l2")),
     Trial("scale_rows", "", _scale_operands, _scale),
+    Trial("rotary", "", _rotary_operands, _rotary),
 )
 
 

@@ -8,13 +8,16 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 IGNORED = -100  # a label that does not count
 PIECE_LOGITS = 2**24  # logits held at once, 64 MiB in fp32
+# A GPU gets pieces so many times as large, 512 MiB: products of few rows leave it idle, and the head's gradient, which
+# is as large as the head, is read and written once a piece.
+GPU_PIECE = 8
 
 
 def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of ``labels`` under ``softmax(hidden @ weight.T)``, summed over the labels that count.
 
     The head is applied to positions with a label only. Gradients of both factors are computed piece by piece in the
-    forward pass, so that memory holds at most 2^24 logits; sums are fp32 (float64 for float64 inputs).
+    forward pass, so that memory holds at most 2^24 logits, on a GPU 2^27; sums are fp32 (float64 for float64 inputs).
 
     Args:
         hidden: [..., D], any float dtype; under autocast the product runs in autocast's dtype.
@@ -67,7 +70,8 @@ class _TokenNLL(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        rows = max(1, PIECE_LOGITS // weight.shape[0])
+        logits_at_once = PIECE_LOGITS * (GPU_PIECE if hidden.is_cuda else 1)
+        rows = max(1, logits_at_once // weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             h, y = hidden[start : start + rows], labels[start : start + rows]
             logits = (h @ weight.T).to(wide)

@@ -33,8 +33,10 @@ launches.provide(
     Row(Launch(tile=4096, warps=8), when={"block": 4096}),
     Row(Launch(tile=2048, warps=4)),
 )
-# Programs of the backward with a weight walk over rows and leave one partial sum each: so many warps a multiprocessor.
-WARPS_PER_PROCESSOR = 32
+# Programs of the backward with a weight walk over rows and leave one partial sum each. There are as many as run at
+# once, so many warps a multiprocessor; or more, so that no last few run alone, where each has rows enough for its sum.
+WARPS_PER_PROCESSOR = 16
+ROWS_A_SUM = 64
 
 
 class Triton(Kernels):
@@ -245,7 +247,8 @@ def normalise_backward(
     turns, lanes = 1, -(-rows.count // (groups * settings["ROWS"]))
     shares = None
     if weight is not None:
-        most = max(1, device.processors(x.device) * WARPS_PER_PROCESSOR // launch.warps // groups)
+        together = max(1, device.processors(x.device) * WARPS_PER_PROCESSOR // launch.warps // groups)
+        most = max(together, lanes * settings["ROWS"] // ROWS_A_SUM)
         turns, lanes = -(-lanes // most), min(lanes, most)
         # Added up afterwards in an order that never changes.
         shares = x.new_empty((lanes, weight.shape[0]), dtype=torch.float32)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zoo_kernels import backend as backends
+from zoo_kernels.device import Absent, triton_missing
 
-def rotary(x: Tensor, positions: Tensor, *, theta: float = 10000.0, fraction: float = 1.0) -> Tensor:
+
+@dataclass(frozen=True, eq=False)
+class RotaryCall:
+    """A checked call of :func:`rotary`; ``turned`` of the channels turn."""
+
+    x: Tensor
+    positions: Tensor
+    turned: int
+    theta: float
+
+
+def rotary(
+    x: Tensor, positions: Tensor, *, theta: float = 10000.0, fraction: float = 1.0, backend: str | None = None
+) -> Tensor:
     """Turn channel ``i`` together with channel ``i + R / 2``, for the first R = ``fraction`` of the channels.
 
         angle = position * theta^(-2i / R);   (a, b) -> (a cos - b sin, b cos + a sin)
@@ -19,6 +36,7 @@ def rotary(x: Tensor, positions: Tensor, *, theta: float = 10000.0, fraction: fl
         positions: [B, T] or [T] (the same for every row), integers from 0.
         theta: the base, > 0; the slowest pair turns once in about 2 pi theta tokens.
         fraction: the share of D that turns, in (0, 1]; it must come to an even number of channels, at least 2.
+        backend: "triton", "torch" or "reference". None: the op chooses.
 
     Returns:
         [B, T, H, D] in x's dtype. Angles are fp32 in every precision mode (float64 for float64 inputs); no table is
@@ -30,10 +48,8 @@ def rotary(x: Tensor, positions: Tensor, *, theta: float = 10000.0, fraction: fl
 
     Source: Su et al. 2021, arXiv:2104.09864, in the halves layout.
     """
-    turned = _turned_channels(x, positions, theta, fraction)
-    wide = x if x.dtype == torch.float64 else x.float()
-    cos, sin = _angles(positions, turned, theta, wide.dtype)
-    return _Turn.apply(wide, cos, sin).to(x.dtype)
+    call = RotaryCall(x, positions, _turned_channels(x, positions, theta, fraction), theta)
+    return backends.choose("rotary", call, backend).run(call)
 
 
 def rotary_reference(x: Tensor, positions: Tensor, *, theta: float = 10000.0, fraction: float = 1.0) -> Tensor:
@@ -44,6 +60,35 @@ def rotary_reference(x: Tensor, positions: Tensor, *, theta: float = 10000.0, fr
     first, second = x[..., :turned].double().chunk(2, dim=-1)
     spun = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([spun.real, spun.imag, x[..., turned:].double()], dim=-1).to(x.dtype)
+
+
+class _Reference:
+    """Complex multiplication, in double precision."""
+
+    name = "reference"
+
+    def serves(self, call: RotaryCall) -> str | None:
+        return None
+
+    def run(self, call: RotaryCall) -> Tensor:
+        return rotary_reference(
+            call.x, call.positions, theta=call.theta, fraction=call.turned / max(1, call.x.shape[-1])
+        )
+
+
+class _Torch:
+    """In fp32, in PyTorch's own passes over memory, which a compiler makes one of."""
+
+    name = "torch"
+
+    def serves(self, call: RotaryCall) -> str | None:
+        return None
+
+    def run(self, call: RotaryCall) -> Tensor:
+        wide = call.x if call.x.dtype == torch.float64 else call.x.float()
+        cos, sin = (x.unsqueeze(-2) for x in angles(call.positions, call.turned, call.theta, wide.dtype))
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # for whole rows
+        return _Turn.apply(wide, cos, sin).to(call.x.dtype)
 
 
 class _Turn(torch.autograd.Function):
@@ -73,15 +118,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return y if turned == x.shape[-1] else torch.cat([y, x[..., turned:]], dim=-1)
 
 
-def _angles(positions: Tensor, turned: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine, and sine with the sign that the first half needs; each [B or nothing, T, 1, R]."""
+def angles(positions: Tensor, turned: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every pair, each [B or nothing, T, turned / 2]."""
     # A power taken in fp32 is off by some units in the last place: 5e-3 radians at position 32768. MPS has no float64.
     exact = torch.float32 if positions.device.type == "mps" else torch.float64
     pair = torch.arange(0, turned, 2, device=positions.device, dtype=exact)
     frequency = (theta ** (-pair / turned)).to(dtype)
-    angle = positions.to(dtype)[..., None, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    angle = positions.to(dtype)[..., None] * frequency
+    return angle.cos(), angle.sin()
 
 
 def _turned_channels(x: Tensor, positions: Tensor, theta: float, fraction: float) -> int:
@@ -106,3 +150,15 @@ def _turned_channels(x: Tensor, positions: Tensor, theta: float, fraction: float
             f"{size} is needed; fraction {2 * max(1, size // 4) / size:g} would turn {2 * max(1, size // 4)}"
         )
     return turned
+
+
+def _table() -> list[backends.Backend]:
+    portable: list[backends.Backend] = [_Torch(), _Reference()]
+    if triton_missing() is not None:
+        return [Absent(), *portable]
+    from zoo_kernels.rotary_triton import Triton
+
+    return [Triton(), *portable]
+
+
+backends.provide("rotary", _table)

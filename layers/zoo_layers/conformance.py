@@ -31,7 +31,7 @@ REFERENCE = {
     "delta_rule": "recurrent",
     "delta_step": "torch",
     "attention": "math",
-    **dict.fromkeys(("short_conv", "rms_norm", "gated_rms_norm", "l2_norm", "scale_rows"), "reference"),
+    **dict.fromkeys(("short_conv", "rms_norm", "gated_rms_norm", "l2_norm", "scale_rows", "rotary"), "reference"),
 }
 
 

@@ -38,6 +38,7 @@ MODULES = {
     "zoo_kernels.conv_triton": 3,
     "zoo_kernels.norm_triton": 3,
     "zoo_kernels.scale_triton": 2,
+    "zoo_kernels.rotary_triton": 2,
 }
 MAIN, OTHERS = 90, (80, 100)
 BOUNDS = Path(__file__).with_name("compile_bounds.json")

@@ -4,14 +4,20 @@ import random
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from zoo_kernels import device
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.rotary import rotary, rotary_reference
 
 ON_CPU = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def check(seed, dtype, device="cpu"):
+INTERPRETED = pytest.mark.skipif(device.missing(torch.device("cpu")) is not None, reason="Triton compiles for the GPU")
+KERNELS = [pytest.param("cpu", marks=INTERPRETED), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def check(seed, dtype, device="cpu", backend=None):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     batch, tokens, heads = rng.choice([1, 3]), rng.randint(1, 40), rng.choice([1, 4])
@@ -20,7 +26,7 @@ def check(seed, dtype, device="cpu"):
     shape = rng.choice([(tokens,), (batch, tokens)])
     positions = torch.randint(0, 60, shape, device=device, dtype=rng.choice([torch.int32, torch.int64]))
     options = {"theta": rng.choice([10000.0, 500000.0, 10.0]), "fraction": fraction}
-    y = rotary(x, positions, **options)
+    y = rotary(x, positions, **options, backend=backend)
     exact = x.detach().double().requires_grad_()
     expected = rotary_reference(exact, positions, **options)
     dy = torch.randn_like(y)
@@ -34,6 +40,47 @@ def check(seed, dtype, device="cpu"):
 @pytest.mark.parametrize("seed", range(10))
 def test_it_equals_complex_multiplication_in_output_and_gradient(seed, dtype):
     check(seed, dtype)
+
+
+@pytest.mark.parametrize("where", KERNELS)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_kernel_equals_complex_multiplication_in_output_and_gradient(seed, where):
+    for dtype in (torch.float32, torch.float16) if where == "cpu" else (torch.bfloat16, torch.float16, torch.float32):
+        check(seed, dtype, where, "triton")
+
+
+@pytest.mark.parametrize("where", KERNELS)
+def test_the_kernel_reads_queries_and_keys_where_they_lie_among_values(where):
+    torch.manual_seed(0)
+    wide = torch.randn(2, 70, 3 * 4 + 5, 64, device=where)
+    qk = wide[:, :, :12].detach().requires_grad_()
+    apart = qk.detach().contiguous().requires_grad_()
+    at = torch.arange(70, device=where)
+    for other in (torch.randn(2, 70, 12, 64, device=where), torch.randn(2, 12, 70, 64, device=where).transpose(1, 2)):
+        ys = [rotary(x, at, fraction=0.75, backend="triton") for x in (qk, apart)]
+        assert torch.equal(*ys)
+        assert torch.equal(torch.autograd.grad(ys[0], qk, other)[0], torch.autograd.grad(ys[1], apart, other)[0])
+
+
+@pytest.mark.parametrize("where", KERNELS)
+def test_the_kernel_is_bit_equal_every_time_compiled_checkpointed_and_under_autocast(where):
+    torch.manual_seed(0)
+    x, at = torch.randn(2, 33, 3, 32, device=where, requires_grad=True), torch.arange(33, device=where)
+    torch._dynamo.reset()
+
+    def op(x):
+        return rotary(x, at, backend="triton")
+
+    ways = [op, torch.compile(op, fullgraph=True, backend="aot_eager"), torch.autocast(where, torch.bfloat16)(op)]
+    ways.append(lambda x: checkpoint(op, x, use_reentrant=False))
+    found = [(y := way(x), *torch.autograd.grad(y.square().sum(), x)) for way in ways * 2]
+    assert all(torch.equal(got, want) for one in found for got, want in zip(one, found[0]))
+
+
+@pytest.mark.parametrize("where", KERNELS)
+def test_what_torch_must_know_of_the_op_holds(where):
+    x, angle = torch.randn(1, 3, 2, 16, device=where, requires_grad=True), torch.randn(3, 4, device=where)
+    torch.library.opcheck(torch.ops.zoo_kernels.rotary.default, (x, angle.cos(), angle.sin(), False))
 
 
 def test_gradcheck_holds_in_float64():
