@@ -43,6 +43,7 @@ VERBS = {
     "test": Verb("zoo.verbs.train", "measure a checkpoint on the test split", lightning=True),
     "predict": Verb("zoo.verbs.train", "the loss of every document", lightning=True),
     "compare": Verb("zoo.verbs.compare", "train several patterns under one budget and compare them"),
+    "claims": Verb("zoo.verbs.claims", "the claims that the project is built on, tried one by one"),
     "generate": Verb("zoo.verbs.generate", "continue a prompt from a checkpoint"),
     "data": Verb("zoo.verbs.data", "texts into token shards, and what is in them"),
     "consolidate": Verb("zoo.verbs.consolidate", "one safetensors file of a checkpoint's weights"),

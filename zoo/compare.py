@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.architecture import Architecture
-from zoo.budget import TOLERANCE, match_parameters, non_embedding
+from zoo.budget import TOLERANCE, Match, match_parameters, non_embedding
 from zoo.data.document_data import DocumentData
 from zoo.errors import UserError
 from zoo.names import near
@@ -46,6 +46,19 @@ class Entry:
     def is_recipe(self) -> bool:
         """Whether the text names a file."""
         return self.text.endswith((".yaml", ".yml"))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A measurement of a trained model on the test split, beside the validation that every run ends with.
+
+    Attributes:
+        name: in front of its figures, as in ``4x/accuracy``.
+        settings: of the data, as they would follow ``zoo test``; none: the recipe's own.
+    """
+
+    name: str
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,13 +119,15 @@ class Result:
     """What one run gave.
 
     Attributes:
-        status: "finished", "diverged" (a loss or gradient that is not finite) or "failed" (with ``error``).
+        status: "finished", "diverged" (a loss or gradient that is not finite), "failed" or "not run", both with the
+            reason as ``error``.
         learning_rate: where it is not the recipe's.
         loss, bpb: validation, nats per token and bits per byte, after the last step.
         seconds: of the last start of this run, validation included. peak_bytes: of a CUDA device, else None.
         curve: (tokens, validation bits per byte, or nats where there are no bytes) pairs.
         train_curve: (tokens, training loss in nats per token) pairs.
         command: what trains it again, in another folder.
+        scores: figures of the plan's readings, by ``READING/METRIC``.
     """
 
     arm: Arm
@@ -131,6 +146,7 @@ class Result:
     command: str = ""
     curve: list[tuple[int, float]] = field(default_factory=list)
     train_curve: list[tuple[int, float]] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
 
     @property
     def score(self) -> str:
@@ -155,6 +171,8 @@ class Plan:
         rates: factors on the recipe's learning rate that every arm tries; none: the recipe's serves all.
         rate_seed: the seed of those trials, none of ``seeds``.
         allowed: the ``CONDITIONS`` that may differ.
+        matched: whether arms were sized to ``reference``; else each is what its pattern makes of the recipe.
+        readings: what every trained model is measured on besides.
     """
 
     arms: tuple[Arm, ...]
@@ -172,6 +190,8 @@ class Plan:
     rates: tuple[float, ...] = ()
     rate_seed: int = 0
     allowed: tuple[str, ...] = ()
+    matched: bool = True
+    readings: tuple[Reading, ...] = ()
 
     @property
     def context(self) -> int:
@@ -195,10 +215,14 @@ class Plan:
             if self.rates
             else "learning rate the recipe's, not tuned for any arm"
         )
-        return (
-            f"held: training tokens {order} (exact); parameters without embedding and head "
-            f"({self.reference:,} of {self.reference_text}, within {self.tolerance:.1%}: worst {worst:.2%}); {rates}"
-            + (f"; NOT held, as allowed: {', '.join(unequal)}" if unequal else "")
+        sizes = (
+            f"parameters without embedding and head ({self.reference:,} of {self.reference_text}, within "
+            f"{self.tolerance:.1%}: worst {worst:.2%})"
+            if self.matched
+            else f"NOT parameters, which are what the patterns make them (up to {worst:.1%} apart)"
+        )
+        return f"held: training tokens {order} (exact); {sizes}; {rates}" + (
+            f"; NOT held, as allowed: {', '.join(unequal)}" if unequal else ""
         )
 
 
@@ -213,6 +237,8 @@ def make_plan(
     seeds: int | Sequence[int] = 1,
     rates: Sequence[float] = (),
     allow: Sequence[str] = (),
+    match: bool = True,
+    readings: Sequence[Reading] = (),
 ) -> Plan:
     """Size every arm to the recipe's own model; nothing is trained or written.
 
@@ -227,6 +253,9 @@ def make_plan(
         rates: factors on the recipe's learning rate; every arm tries each on a tenth of the tokens with a seed that
             is not reported, and goes on with its best.
         allow: the ``CONDITIONS`` in which arms may differ.
+        match: size the arms by ``d_ff``; False: leave each as its pattern makes it, models without MLPs for example,
+            and ``tolerance`` without a say.
+        readings: what every trained model is measured on besides, each name once.
 
     Raises:
         UserError, PatternError, SpecError: what is wrong with an arm or the recipe.
@@ -241,6 +270,9 @@ def make_plan(
     for name in allow:
         if name not in CONDITIONS:
             raise UserError(f"--allow {name}{near(name, CONDITIONS)}; arms may differ in {', '.join(CONDITIONS)}")
+    names = [reading.name for reading in readings]
+    if len(set(names)) < len(names):
+        raise UserError(f"readings: {', '.join(names)}; give each a name of its own")
     entries = [entry if isinstance(entry, Entry) else Entry(entry) for entry in arms]
     path = Path(recipe)
     for file in (path, *(Path(entry.text) for entry in entries if entry.is_recipe)):
@@ -256,7 +288,8 @@ def make_plan(
     own: Architecture = base.model.architecture
     target = non_embedding(own)
     shared = _conditions(base)
-    found = [_settle_arm(e, path, overrides, base, shared, target, tolerance, tuple(contexts)) for e in entries]
+    limit = tolerance if match else math.inf
+    found = [_settle_arm(e, path, overrides, base, shared, target, limit, tuple(contexts)) for e in entries]
     _check_distinct(found)
     for arm in found[1:]:
         _check_conditions(found[0], arm, allow)
@@ -267,7 +300,7 @@ def make_plan(
         tuple(overrides),
         target,
         str(own.pattern),
-        tolerance,
+        limit,
         tuple(contexts),
         base.datamodule.seq_len,
         base.datamodule.batch_tokens,
@@ -277,6 +310,8 @@ def make_plan(
         tuple(rates),
         max(chosen) + 1000 if max(chosen) + 1000 < 2**32 else min(chosen) - 1,
         tuple(allow),
+        match,
+        tuple(readings),
     )
 
 
@@ -307,7 +342,7 @@ def _settle_arm(
     tolerance: float,
     contexts: tuple[int, ...],
 ) -> Arm:
-    """One arm, sized and counted; only what has settings of its own is read again."""
+    """One arm, sized (as it is, if ``tolerance`` is infinite) and counted; only what has own settings is read again."""
     words, cli, conditions, path = (*overrides, *entry.overrides), base, shared, recipe
     if entry.is_recipe:
         path = Path(entry.text)
@@ -325,7 +360,12 @@ def _settle_arm(
                     "budget to the comparison"
                 )
     own: Architecture = cli.model.architecture
-    sized = match_parameters(own if entry.is_recipe else _with_arm(entry.text, own), target, tolerance=tolerance)
+    asked = own if entry.is_recipe else _with_arm(entry.text, own)
+    if math.isfinite(tolerance):
+        sized = match_parameters(asked, target, tolerance=tolerance)
+    else:
+        count = non_embedding(asked)
+        sized = Match(asked, count, count / target - 1)
     model = sized.architecture.build(device="meta")
     optimizer, schedule = (
         (cli.config.model.get(name) or {}).get("init_args") or {} for name in ("optimizer", "lr_scheduler")

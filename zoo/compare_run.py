@@ -17,7 +17,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from zoo.callbacks import Throughput
-from zoo.compare import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run, instantiate
+from zoo.compare import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Reading, Result, Run, instantiate
 from zoo.console import Lines
 from zoo.errors import UserError
 from zoo.run import LAST, read_metrics
@@ -70,7 +70,11 @@ class Outcome:
         return [result for result in self.results if result.arm is arm]
 
 
-def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None) -> Outcome:
+# Asked before a run that is not finished yet: None lets it begin, else the reason why it is left out.
+Admit = Callable[[Run], str | None]
+
+
+def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: Admit | None = None) -> Outcome:
     """Train and evaluate every arm with every seed; what the same plan has finished is not run again.
 
     First the trials of learning rates, then the first seed of all arms, then the second: stopped half-way, it is
@@ -80,6 +84,7 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None) -> Outc
         plan: from :func:`make_plan`.
         out: the comparison's folder: one folder an arm and in it one a run.
         watch: hears how it goes; None: lines.
+        admit: may leave runs out that are not finished yet; None: all are run.
 
     Raises:
         UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
@@ -94,16 +99,20 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None) -> Outc
     ]
     runs = [Run(arm, seed) for seed in plan.seeds for arm in plan.arms]
     watch.begin([run.title for run in (*trials, *runs)])
-    tried = [_run(plan, run, out, watch) for run in trials]
+    tried = [_run(plan, run, out, watch, admit) for run in trials]
     rates = {arm.text: best_rate(tried, arm) for arm in plan.arms} if trials else {}
     results = []
     for run in runs:
         if run.arm.text in rates and rates[run.arm.text] is None:
             watch.start(run.title)
-            results.append(Result(run.arm, "failed", run.seed, error="no learning rate of the grid gave a finite loss"))
-            watch.end("failed", results[-1].error, before=False)
+            left_out = next((t.error for t in tried if t.arm is run.arm and t.status == "not run"), None)
+            status, reason = "failed", "no learning rate of the grid gave a finite loss"
+            if left_out is not None:
+                status, reason = "not run", left_out
+            results.append(Result(run.arm, status, run.seed, error=reason))
+            watch.end(status, reason, before=False)
             continue
-        results.append(_run(plan, Run(run.arm, run.seed, rates.get(run.arm.text)), out, watch))
+        results.append(_run(plan, Run(run.arm, run.seed, rates.get(run.arm.text)), out, watch, admit))
     hashes = {result.order_hash for result in results if result.status == "finished"}
     if len(hashes) > 1 and "data_order" not in plan.differing:
         raise UserError(f"the arms did not read the same tokens in the same order; the comparison in {out} is void")
@@ -122,7 +131,7 @@ def _rate(arm: Arm) -> float:
     return arm.learning_rate
 
 
-def _run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
+def _run(plan: Plan, run: Run, out: Path, watch: Watch, admit: Admit | None) -> Result:
     folder = out / f"{plan.arms.index(run.arm) + 1:02d}-{_file_name(run.arm.text)}" / run.folder
     words = _run_words(plan, run)
     key = _key(plan, run, words)
@@ -139,11 +148,15 @@ def _run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
         result = _read_result(run.arm, stored)
         watch.end(result.status, result.score, before=True)
         return result
+    reason = admit(run) if admit is not None else None
+    if reason is not None:
+        watch.end("not run", reason, before=False)
+        return Result(run.arm, "not run", run.seed, run.learning_rate, run.factor, error=reason)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(status, {"key": key, "status": "running"})
     result = Result(run.arm, "failed", run.seed, run.learning_rate, run.factor)
     try:
-        result = _train(run, folder, words, watch)
+        result = _train(plan, run, folder, words, watch)
     except Exception as error:
         # A user's error before the first step, in what all arms share, would be every run's.
         shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
@@ -172,7 +185,7 @@ def _run_words(plan: Plan, run: Run) -> list[str]:
     return words
 
 
-def _train(run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result:
+def _train(plan: Plan, run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result:
     arm = run.arm
     given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *words]
     cli = instantiate(arm.recipe, given)
@@ -191,6 +204,10 @@ def _train(run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result
     rate = next(c.mean_rate for c in trainer.callbacks if isinstance(c, Throughput))
     per_step = cli.datamodule.batch_tokens
     tokens = trainer.global_step * per_step
+    peak = torch.cuda.max_memory_allocated() if on_gpu else None  # of the run, before longer rows are read
+    scores: dict[str, float] = {}
+    for reading in plan.readings if run.factor is None else ():
+        scores |= _read(cli, run, given, reading)
     loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
     rows = read_metrics(folder)
     name = "val/bpb" if math.isfinite(bpb) else "val/loss"
@@ -212,7 +229,7 @@ def _train(run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=rate if rate is not None else math.nan,
-        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        peak_bytes=peak,
         order_hash=loader.order_hash,
         error="" if math.isfinite(loss) else "the validation loss is not finite",
         command=shlex.join(
@@ -220,7 +237,18 @@ def _train(run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result
         ),
         curve=curve,
         train_curve=[((int(r["step"]) + 1) * per_step, r["train/loss"]) for r in rows if "train/loss" in r],
+        scores=scores,
     )
+
+
+def _read(cli: Any, run: Run, given: Sequence[str], reading: Reading) -> dict[str, float]:
+    """The trained model on the test split of other data settings; nothing of the run changes."""
+    other = instantiate(run.arm.recipe, [*given, "--trainer.logger=false", *reading.settings])
+    # Rows of another length have other slices; the module takes the metric of the data that it meets next.
+    cli.model.scores = {}
+    tester: Any = other.trainer
+    (found,) = tester.test(cli.model, datamodule=other.datamodule, verbose=False)
+    return {f"{reading.name}/{name.removeprefix('test/')}": value for name, value in found.items()}
 
 
 def _write_arm(arm: Arm, folder: Path) -> Path:
@@ -239,6 +267,8 @@ def _key(plan: Plan, run: Run, words: Sequence[str]) -> str:
     """Names what a run is: recipe, settings, architecture and text. The folder is not part of it."""
     recipe = run.arm.recipe.read_text(encoding="utf-8")
     content = [recipe, list(run.arm.overrides), list(words), run.arm.architecture.to_plain(), plan.data_hash]
+    if plan.readings:
+        content.append([[reading.name, *reading.settings] for reading in plan.readings])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -254,6 +284,7 @@ def plain_result(result: Result) -> dict[str, Any]:
 def _read_result(arm: Arm, stored: dict[str, Any]) -> Result:
     kept = {k: v for k, v in stored.items() if k not in ("arm", "key") and v is not None}
     kept["curve"], kept["train_curve"] = ([tuple(p) for p in kept[k]] for k in ("curve", "train_curve"))
+    kept["scores"] = {name: math.nan if v is None else v for name, v in kept.get("scores", {}).items()}
     return Result(arm, **kept)
 
 

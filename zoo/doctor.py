@@ -25,6 +25,7 @@ from zoo_kernels.delta import delta_rule, delta_step
 from zoo_kernels.norm import gated_rms_norm, l2_norm, rms_norm
 from zoo_kernels.rotary import rotary
 from zoo_kernels.scale import scale_rows
+from zoo_kernels.selective import selective_scan, selective_step
 from zoo_layers.conformance import REFERENCE
 from zoo_layers.mixer import broken, registered
 
@@ -39,7 +40,7 @@ PACKAGES = {
 C_COMPILERS = ("cc", "gcc", "clang")
 # Longer than a chunk of the delta rule and than the window, and a multiple of neither, so that every path is taken.
 TOKENS, WINDOW = 150, 64
-WIDE = ("log_decay", "beta", "initial_state")
+WIDE = ("log_decay", "beta", "initial_state", "dt", "A", "D")
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,35 @@ def _scale(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor
     return {"y": scale_rows(x, operands["weight"], add, backend=backend)}
 
 
+def _scan_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    x, dt = torch.randn(2, 1, TOKENS, 64, generator=draw, dtype=torch.float64).unbind(0)
+    B, C = torch.randn(2, 1, TOKENS, 16, generator=draw, dtype=torch.float64).unbind(0)
+    A, D = -4 * torch.rand(64, 16, generator=draw, dtype=torch.float64), torch.randn(64, generator=draw).double()
+    return {"x": x, "dt": F.softplus(dt - 2), "A": A, "B": B, "C": C, "D": D}
+
+
+def _scan(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    y, last_state = selective_scan(**operands, backend=backend)
+    return {"y": y, "last_state": last_state}
+
+
+def _scan_step_operands(draw: torch.Generator) -> dict[str, Tensor]:
+    state = torch.randn(1, 16, 64, generator=draw, dtype=torch.float64)
+    operands = _scan_operands(draw)
+    return {n: x[:, :4] if n in ("x", "dt", "B", "C") else x for n, x in operands.items()} | {"initial_state": state}
+
+
+def _scan_step(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
+    tokens = {name: x for name, x in operands.items() if name != "initial_state"}
+    state = operands["initial_state"].clone()
+    return {"y": selective_step(**tokens, state=state, backend=backend), "last_state": state}
+
+
 TRIALS = (
     Trial("delta_rule", "", _delta_operands, _delta),
     Trial("delta_step", "", _step_operands, _step, learns=False),
+    Trial("selective_scan", "", _scan_operands, _scan),
+    Trial("selective_step", "", _scan_step_operands, _scan_step, learns=False),
     Trial("attention", "full", _attention_operands, partial(_attention, window=None)),
     Trial("attention", f"window {WINDOW}", _attention_operands, partial(_attention, window=WINDOW)),
     Trial("short_conv", "", _conv_operands, _conv),

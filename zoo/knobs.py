@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
+
+import torch
 
 from zoo.architecture import Architecture, settle
 from zoo.errors import PatternError, UserError
 from zoo.names import near
 from zoo.pattern import Layer, arrange, canonical, parse
-from zoo_layers.attention import AttentionSpec
 from zoo_layers.mixer import MixerSpec, SpecError
 
 SIZES = ("d_ff", "d_model", "n_layers", "heads")
@@ -21,6 +23,7 @@ OPTIONS: dict[str, tuple[Sequence[int], str]] = {
     "expand_v": (range(1, 17), "a whole number"),
     "expand": (range(1, 17), "a whole number"),
     "state": (range(16, 257, 16), "a multiple of 16"),
+    "rank": (range(16, 4097, 16), "a multiple of 16"),
     "window": (range(64, 131_073, 64), "a multiple of 64"),
 }
 _LIKE_HEADS = ("kv_heads", "value_heads")  # open, they are as many as heads
@@ -51,18 +54,16 @@ class Knob:
 def default_size(arm: Architecture, held: str) -> str:
     """What to turn where nobody says: ``d_ff``, as it changes neither mixers nor state; without MLPs ``n_layers``.
 
-    For the state: the heads of a memory, else a window, else the heads of attention, else the size of a state.
+    For the state: the first that changes it of the heads of a memory, a window, the heads of attention, the size of a
+    latent, of a state, of a key head.
     """
     if held != "state":
         return "n_layers" if all(layer.mlp == "none" for layer in arm.layers) else "d_ff"
     memories, _ = _with_heads(arm)
-    if memories:
-        return f"{memories[0]}.heads"
-    for option in ("window", "heads", "state", "expand"):
-        for layer in arm.layers:
-            if option in type(layer.spec).options():
-                return f"{layer.mixer}.{option}"
-    return "n_layers"
+    tried = [(mixer, "heads") for mixer in memories]
+    for option in ("window", "heads", "rank", "state", "expand", "head_dim"):
+        tried += [(layer.mixer, option) for layer in arm.layers if option in type(layer.spec).options()]
+    return next((f"{mixer}.{option}" for mixer, option in tried if _changes_state(arm, mixer, option)), "n_layers")
 
 
 def knob(arm: Architecture, name: str, *, step: int | None = None, keep_d_ff: bool = False) -> Knob:
@@ -196,7 +197,7 @@ def _fills(spec: MixerSpec, d_model: int) -> bool:
 def _with_heads(arm: Architecture) -> tuple[list[str], list[str]]:
     """The mixers that have heads: memories, and attention, whose heads fill the width and better stay."""
     found = {layer.mixer: layer.spec for layer in arm.layers if "heads" in type(layer.spec).options()}
-    attention = [mixer for mixer, spec in found.items() if isinstance(spec, AttentionSpec)]
+    attention = [m for m, spec in found.items() if _state(spec, arm.d_model, 1) != _state(spec, arm.d_model, 2)]
     return [mixer for mixer in found if mixer not in attention], attention
 
 
@@ -228,24 +229,39 @@ def _option(arm: Architecture, name: str, mixer: str, option: str) -> Knob:
         raise UserError(f"{name} differs between layers ({listed}), and one knob cannot turn it; free another size")
     values, rule = OPTIONS[option]
 
-    def changed(spec: Any, value: int) -> Any:
-        sizes = spec.resolve(arm.d_model).all_options() if option == "heads" else {}
-        pinned = {"head_dim": sizes["head_dim"]} if "head_dim" in sizes else {}  # open, it would shrink as heads grow
-        return replace(spec, **pinned, **{option: value})
-
     def refuses(value: int) -> str | None:
         try:
             type(own[0].spec).options()[option].read(value)
         except SpecError as error:
             return error.problem
-        return _refused({changed(layer.spec, value) for layer in own}, arm.d_model)
+        return _refused({_changed(layer.spec, option, value, arm.d_model) for layer in own}, arm.d_model)
 
     def turn(value: int) -> Architecture:
-        return _relaid(
-            arm, [replace(la, spec=changed(la.spec, value)) if la.mixer == mixer else la for la in arm.layers]
-        )
+        moved = {layer: replace(layer, spec=_changed(layer.spec, option, value, arm.d_model)) for layer in own}
+        return _relaid(arm, [moved.get(layer, layer) for layer in arm.layers])
 
     return Knob(f"{mixer}.{option}", rule, values, held.pop(), refuses, turn)
+
+
+def _changed(spec: Any, option: str, value: int, d_model: int) -> Any:
+    """A spec with another value of an option."""
+    sizes = spec.resolve(d_model).all_options() if option == "heads" else {}
+    pinned = {"head_dim": sizes["head_dim"]} if "head_dim" in sizes else {}  # open, it would shrink as heads grow
+    return replace(spec, **pinned, **{option: value})
+
+
+def _state(spec: Any, d_model: int, tokens: int) -> int:
+    """Bytes that decoding keeps of ``tokens`` tokens."""
+    with torch.device("meta"):
+        return spec.resolve(d_model).module(d_model).state_bytes(tokens)
+
+
+def _changes_state(arm: Architecture, mixer: str, option: str) -> bool:
+    """Whether values of an option that the mixer allows differ in decode state; a few of them are tried."""
+    spec = next(layer.spec for layer in arm.layers if layer.mixer == mixer)
+    turned = (_changed(spec, option, value, arm.d_model) for value in OPTIONS[option][0])
+    allowed = islice((each for each in turned if _refused([each], arm.d_model) is None), 4)
+    return len({_state(each, arm.d_model, WIDEST_MLP) for each in allowed}) > 1
 
 
 def _refused(specs: Iterable[MixerSpec], width: int) -> str | None:

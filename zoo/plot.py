@@ -38,15 +38,30 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Grid:
+    """Figures by two things at once.
+
+    Attributes:
+        columns, rows: their names, along x and y; the first row is drawn on top.
+        cells: one figure for each row and column, in [0, 1]; None: there is none.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    cells: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
 class Chart:
     """A picture, before it is drawn.
 
     Attributes:
         name: of its file, unique in a report.
         title, xlabel, ylabel: words.
-        lines: one an arm.
+        lines: one an arm; none where there is a grid.
         levels: dashed lines across, by name.
         log: the x axis is logarithmic.
+        grid: cells in colour, with their figures, instead of lines.
     """
 
     name: str
@@ -56,6 +71,7 @@ class Chart:
     lines: tuple[Line, ...]
     levels: Mapping[str, float] = field(default_factory=dict)
     log: bool = False
+    grid: Grid | None = None
 
 
 def draw_chart(chart: Chart, path: str | Path) -> None:
@@ -96,6 +112,9 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
     figure = Figure(figsize=(5.4, 3.9), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    if chart.grid is not None:
+        _draw_grid(axes, chart, chart.grid)
+        return figure
     for index, line in enumerate(chart.lines):
         colour = COLOURS[index % len(COLOURS)]
         colour = ink if colour == "#000000" else colour  # black is lost on a dark page
@@ -129,6 +148,23 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
     # Above the axes, where it hides nothing.
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=9)
     return figure
+
+
+def _draw_grid(axes: Any, chart: Chart, grid: Grid) -> None:
+    values = [[math.nan if value is None else value for value in row] for row in grid.cells]
+    axes.pcolormesh(values, cmap="Blues", vmin=0, vmax=1, edgecolors="#999999", linewidth=0.4)
+    for row, cells in enumerate(grid.cells):
+        for column, value in enumerate(cells):
+            words = "none" if value is None else f"{value:.2f}"
+            # Paper of its own under each cell, so its ink does not follow the page's.
+            ink = "#777777" if value is None else "white" if value > 0.6 else "#111111"
+            axes.text(column + 0.5, row + 0.5, words, ha="center", va="center", fontsize=8, color=ink)
+    axes.set_xticks([column + 0.5 for column in range(len(grid.columns))], grid.columns)
+    axes.set_yticks([row + 0.5 for row in range(len(grid.rows))], grid.rows)
+    axes.invert_yaxis()
+    axes.set_xlabel(chart.xlabel)
+    axes.set_ylabel(chart.ylabel)
+    axes.set_title(chart.title, fontsize=10, loc="left")
 
 
 def short(value: float) -> str:

@@ -112,7 +112,7 @@ _PATTERNS = (
     Preset("gla", "GLA", "any", "a decay per channel that the input sets", "[paper] GLA, arXiv:2312.06635"),
     Preset("mamba", "M1", "any", "Mamba, no MLP", "[paper] Mamba, arXiv:2312.00752", mlp="none"),
     Preset("mamba2", "M2", "any", "Mamba-2, no MLP", "[paper] Mamba-2, arXiv:2405.21060", mlp="none"),
-    Preset("hgrn2", "HGRN2", "any", "gates as keys", "[paper] HGRN2, arXiv:2404.07904"),
+    Preset("hgrn2", "HGRN2", "any", "gates as keys; no lower bounds", "[paper] HGRN2, arXiv:2404.07904"),
     Preset("deltanet", "DN", "any", "the delta rule", DELTANET),
     Preset("gdn", "GDN", "any", "the gated delta rule", GATED),
     Preset(
@@ -231,6 +231,7 @@ _SIZED = (
     _sized("mamba", "1.3b", FLAME + "mamba_1B.json", 48, 2048, None, {"M1": {"expand": 2, "state": 16, "conv": 4}}),
     _sized("gla", "340m", FLAME + "gla_340M.json", 24, 1024, 2816, {"GLA": {**_GLA, "head_dim": 128}}),
     _sized("gla", "1.3b", FLAME + "gla_1B.json", 24, 2048, 5632, {"GLA": {**_GLA, "head_dim": 256}}),
+    # Without the lower bounds of the gates, there one table for all layers; the option `lower_bound` is our form.
     _sized("hgrn2", "340m", FLAME + "hgrn2_340M.json", 24, 1024, 2816, {"HGRN2": {"heads": 8, "head_dim": 128}}),
     _sized("hgrn2", "1.3b", FLAME + "hgrn2_1B.json", 24, 2048, 5632, {"HGRN2": {"heads": 16, "head_dim": 128}}),
     _sized(
@@ -398,11 +399,14 @@ _SIZED = (
     _sized(
         "kimi-linear",
         "340m",
-        OURS + " dense, the published cycle and head size",
+        OURS + " dense; the published cycle, head sizes and ranks",
         24,
         1024,
         2688,
-        {"KDA": {"heads": 8, "head_dim": 128, "conv": 4}, "MLA": {"heads": 8}},
+        {
+            "KDA": {"heads": 8, "head_dim": 128, "conv": 4},
+            "MLA": {"heads": 8, "head_dim": 128, "rank": 512, "rope_dim": 64, "value_dim": 128},
+        },
     ),
 )
 

@@ -22,8 +22,8 @@ LIMITS: dict[str, dict[torch.dtype, float]] = {
 
 KINDS = {
     **dict.fromkeys(("y", "last_state", "step"), "forward"),
-    **dict.fromkeys(("dq", "dk", "dv", "dx", "dweight", "dbias", "dinitial_state"), "gradient"),
-    **dict.fromkeys(("dbeta", "dlog_decay"), "gate"),
+    **dict.fromkeys(("dq", "dk", "dv", "dx", "dB", "dC", "dD", "dweight", "dbias", "dinitial_state"), "gradient"),
+    **dict.fromkeys(("dbeta", "dlog_decay", "ddt", "dA"), "gate"),
     "layer": "layer",
 }
 
@@ -33,7 +33,8 @@ def limit(quantity: str, dtype: torch.dtype) -> float:
 
     Args:
         quantity: a name of ``KINDS``: "y", "last_state", "step" (decoding against the whole), "dq", "dk", "dv", "dx",
-            "dweight", "dbias", "dinitial_state", "dbeta", "dlog_decay", "layer" (the output of a whole mixer).
+            "dB", "dC", "dD", "dweight", "dbias", "dinitial_state", "dbeta", "dlog_decay", "ddt", "dA", "layer" (the
+            output of a whole mixer).
         dtype: the dtype of the inputs.
 
     Raises:

@@ -30,6 +30,8 @@ from zoo_layers.mixer import MixerCache, MixerSpec, Option, SpecError, TokenMixe
 REFERENCE = {
     "delta_rule": "recurrent",
     "delta_step": "torch",
+    "selective_scan": "recurrent",
+    "selective_step": "torch",
     "attention": "math",
     **dict.fromkeys(("short_conv", "rms_norm", "gated_rms_norm", "l2_norm", "scale_rows", "rotary"), "reference"),
 }
@@ -312,7 +314,7 @@ def shapes(case: Case) -> None:
     x = case.x(3, 1000)
     whole = mixer(x)
     case.require(whole.shape == x.shape, f"x is {list(x.shape)}, but y {list(whole.shape)}")
-    with backend.prefer({"delta_rule": "recurrent", "attention": "math"}):
+    with backend.prefer({"delta_rule": "recurrent", "selective_scan": "recurrent", "attention": "math"}):
         case.close(whole[:1], mixer(x[:1]), "y", "1000 tokens against the reference")
     for tokens in (1, 63, 64, 65):
         for batch in (1, 3):
@@ -449,6 +451,8 @@ def _unseen(op: str, call: Any, tokens: int) -> float:
     """What model FLOPs have beyond the counter's: elementwise decays, and less attention than whole blocks."""
     if op == "delta_rule" and call.log_decay is not None:
         return tokens * call.v.shape[2] * call.k.shape[3] * call.v.shape[3]
+    if op == "selective_scan":
+        return 5 * tokens * call.A.numel()  # decay and input, built per number of the state
     if op == "attention":
         per_key = 2 * tokens * call.q.shape[2] * (call.q.shape[3] + call.v.shape[3])
         return per_key * (mean_context(tokens, call.window) - multiplied_context(tokens))

@@ -37,6 +37,8 @@ MODULES = {
     "zoo_kernels.delta.recurrent_triton": 3,
     "zoo_kernels.conv_triton": 3,
     "zoo_kernels.norm_triton": 3,
+    "zoo_kernels.selective.scan_triton": 3,
+    "zoo_kernels.selective.scan_back_triton": 3,
     "zoo_kernels.scale_triton": 2,
     "zoo_kernels.rotary_triton": 2,
 }

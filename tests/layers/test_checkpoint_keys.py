@@ -16,6 +16,8 @@ FULL = {
     "DN": {"output_gate": True},
     "LA": {"output_gate": True, "conv": 4},
     "GLA": {"conv": 4},
+    "HGRN2": {"lower_bound": True},
+    "MLA": {"output_gate": True},
 }
 
 

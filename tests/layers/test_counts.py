@@ -91,6 +91,27 @@ def mamba2(s, d, T):
     return parameters, flops, 4 * di * n + 2 * (c - 1) * (di + 2 * g * n)
 
 
+def mamba1(s, d, T):
+    di, n, r, c = s.expand * d, s.state, s.dt_rank, s.conv
+    parameters = 2 * d * di + (c + 1) * di + di * (r + 2 * n) + r * di + di + di * n + di + di * d
+    flops = 4 * d * di + 2 * c * di + 2 * di * (r + 2 * n) + 2 * r * di + 7 * di * n + 2 * di * d
+    return parameters, flops, 4 * di * n + 2 * (c - 1) * di
+
+
+def hgrn2(s, d, T):
+    F, dv = s.heads * s.head_dim, d // s.heads
+    parameters = 2 * d * F + 2 * d * d + d + (F if s.lower_bound else 0)
+    return parameters, 2 * d * (2 * F + d) + 5 * F * dv + 2 * d * d, 4 * s.heads * s.head_dim * dv
+
+
+def latent_attention(s, d, T):
+    H, r, nope, rope, dv = s.heads, s.rank, s.head_dim, s.rope_dim, s.value_dim
+    gate = d * H * dv if s.output_gate else 0
+    weights = d * H * (nope + rope) + d * (r + rope) + r * H * (nope + dv) + H * dv * d + gate
+    flops = 2 * weights + 2 * H * (nope + rope + dv) * mean_context(T)
+    return weights + r, flops, 2 * (r + rope) * T
+
+
 CLOSED = {
     "GA": attention,
     "SWA": attention,
@@ -101,6 +122,9 @@ CLOSED = {
     "GDN": gated_deltanet,
     "KDA": kda,
     "M2": mamba2,
+    "M1": mamba1,
+    "HGRN2": hgrn2,
+    "MLA": latent_attention,
 }
 CHOICES = {  # what a random setting draws from, for each option that is a size or a switch
     "heads": [1, 2, 4],
@@ -116,6 +140,11 @@ CHOICES = {  # what a random setting draws from, for each option that is a size 
     "expand": [1, 2, 3],
     "state": [1, 16, 100],
     "groups": [1, 2],
+    "dt_rank": [1, 7, 64],
+    "rank": [1, 24, 512],
+    "rope_dim": [2, 8],
+    "value_dim": [8, 40],
+    "lower_bound": [True, False],
 }
 
 
@@ -183,6 +212,8 @@ MODELS = {  # 24 or so equal layers: pattern of one mixer, layers, d, d_ff; non-
     "GDN 340M, 3 heads": ("GDN", {"heads": 3, "head_dim": 256}, 21, 1024, 2816, 314_228_350, 751_685_632, 33_417_216),
     "Mamba-2 340M": ("M2", {}, 48, 1024, None, 316_851_712, 761_626_624, 50_995_200),
     "Mamba-2 1B": ("M2", {}, 48, 2048, None, 1_240_767_488, 2_737_405_952, 101_916_672),
+    "Mamba 1B": ("M1", {}, 48, 2048, None, 1_269_204_992, 2_683_830_272, 13_762_560),
+    "HGRN2 340M": ("HGRN2", {"heads": 8, "head_dim": 128}, 24, 1024, 2816, 308_356_096, 697_827_328, 12_582_912),
     "GLA 340M": ("GLA", {"heads": 4}, 24, 1024, 2816, 308_939_776, 699_006_976, 12_582_912),
     "GDN 1B": ("GDN", {"heads": 6, "head_dim": 256}, 21, 2048, 5632, 1_256_276_732, 2_759_032_832, 66_834_432),
     "LLaMA 438M": ("GA", {"heads": 12}, 12, 1536, 4096, 339_777_024, 928_813_056, 301_989_888),
@@ -213,11 +244,13 @@ MIXERS = {  # of published models with experts: mixer, options, d_model, paramet
     ),
     "GA of Qwen3-Next": ("GA", GATED_GA, 2048, 27_263_488, 12),
     "KDA of Kimi Linear": ("KDA", {"heads": 32, "head_dim": 128, "expand_v": 1}, 2304, 39_518_368, 20),
+    "MLA of Kimi Linear": ("MLA", {"heads": 32, "head_dim": 128}, 2304, 29_114_880, 7),
 }
 CACHES = {  # bytes of all these layers' caches: those that do not depend on the context, and those per token of it
     "GDN of Qwen3-Next": (77_266_944, 0),
     "GA of Qwen3-Next": (0, 24_576),
     "KDA of Kimi Linear": (43_417_600, 0),
+    "MLA of Kimi Linear": (0, 8_064),
 }
 
 

@@ -13,10 +13,13 @@ ROWS = {
     "DN": {"heads": 2, "expand_v": 2},
     "GDN": {"heads": 2, "head_dim": 5},
     "M2": {"head_dim": 8, "state": 5},
+    "M1": {"state": 5},
     "KDA": {"heads": 2, "gate_rank": 3},
     "GLA": {"heads": 2, "gate_rank": 3},
     "RET": {"heads": 2},
     "LA": {"heads": 2},
+    "HGRN2": {"heads": 2, "head_dim": 5},
+    "MLA": {"heads": 2, "head_dim": 6, "rank": 5, "rope_dim": 3, "value_dim": 4},
 }
 # Options that change the arithmetic, each with the mixer it belongs to.
 VARIANTS = {
@@ -33,10 +36,14 @@ VARIANTS = {
     "GDN negative": ("GDN", {"heads": 1, "head_dim": 6, "negative_eigenvalues": True, "conv": 2}),
     "KDA more values": ("KDA", {"heads": 2, "value_heads": 4, "head_dim": 4, "negative_eigenvalues": True}),
     "M2 in groups": ("M2", {"head_dim": 8, "state": 4, "groups": 2, "conv": 3}),
+    "M1 without convolution": ("M1", {"expand": 3, "state": 16, "conv": 1, "dt_rank": 5}),
     "GLA with convolution": ("GLA", {"heads": 1, "conv": 4, "expand_v": 1}),
     "RET without positions": ("RET", {"heads": 2, "rope": False, "expand_v": 1}),
     "LA mapped and gated": ("LA", {"heads": 2, "conv": 4, "qk_norm": "l2", "feature_map": "silu", "output_gate": True}),
     "LA of the first paper": ("LA", {"heads": 2, "feature_map": "elu1", "expand_v": 2}),
+    "HGRN2 over floors": ("HGRN2", {"heads": 4, "head_dim": 3, "lower_bound": True}),
+    "MLA turned": ("MLA", {"heads": 3, "head_dim": 4, "rope_dim": 4, "rope": True, "rope_theta": 100.0}),
+    "MLA gated": ("MLA", {"heads": 1, "rank": 7, "output_gate": True}),
 }
 CASES = {**{name: (name, options) for name, options in ROWS.items()}, **VARIANTS}
 

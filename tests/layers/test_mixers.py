@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from zoo_kernels import backend
 from zoo_kernels.packing import Packing
 from zoo_layers import init
 from zoo_layers.memory import wide
 from zoo_layers.mixer import CacheFullError, SpecError, registered
+from zoo_layers.mlp import linear_flops
 
 
 def spec(name, **options):
@@ -34,6 +36,12 @@ RESOLVED = [
     ("GLA", {}, 1024, {"heads": 4, "head_dim": 128}),
     ("RET", {"heads": 8}, 2048, {"head_dim": 256, "expand_v": 2}),
     ("M2", {}, 1024, {"head_dim": 64, "state": 128, "groups": 1}),
+    ("M1", {}, 1000, {"expand": 2, "state": 16, "conv": 4, "dt_rank": 63}),
+    ("HGRN2", {}, 1024, {"heads": 8, "head_dim": 128}),
+    ("HGRN2", {"head_dim": 128}, 1100, {"heads": 5, "head_dim": 128}),
+    ("HGRN2", {"heads": 4}, 96, {"heads": 4, "head_dim": 24}),
+    ("MLA", {}, 1024, {"heads": 8, "head_dim": 128, "rank": 512, "rope_dim": 64, "value_dim": 128}),
+    ("MLA", {"heads": 32, "head_dim": 128}, 2304, {"rank": 512, "rope_dim": 64, "value_dim": 128, "rope": False}),
 ]
 
 
@@ -124,6 +132,19 @@ REFUSED = [
         "rope=true",
         {"rope_theta": 5e5},
     ),
+    ("HGRN2", {"heads": 3, "head_dim": 8}, 64, "heads", "3 does not divide 64", "heads=2", {"heads": 2, "head_dim": 8}),
+    ("HGRN2", {"heads": 1}, 300, "head_dim", "at most 256 channels, but 300", "smaller", {"heads": 2}),
+    ("HGRN2", {"heads": 1, "head_dim": 8}, 600, "heads", "at most 512 channels, but 600", "more heads", {"heads": 3}),
+    (
+        "MLA",
+        {"rope": True, "rope_dim": 7},
+        64,
+        "rope_dim",
+        "even number of channels, but rope_dim is 7",
+        "rope_dim=8, or rope=false",
+        {"rope": True, "rope_dim": 8},
+    ),
+    ("MLA", {"rope_theta": 5e5}, 64, "rope_theta", "no effect with rope=false", "rope=true", {"rope": True}),
     (
         "RET",
         {"rope": False, "rope_theta": 5e5},
@@ -202,8 +223,10 @@ def test_decays_and_skips_are_what_stays_fp32():
     assert {name: names for name, names in kept.items() if names} == {
         "GDN": {"A_log", "dt_bias"},
         "KDA": {"A_log", "dt_bias"},
+        "M1": {"A_log", "dt_bias", "D"},
         "M2": {"A_log", "dt_bias", "D"},
         "RET": {"log_decay"},
+        "HGRN2": {"floor_bias"},
     }
 
 
@@ -215,7 +238,7 @@ def test_default_dtype_does_not_reach_decay_parameters():
         torch.set_default_dtype(torch.float32)
     for name, mixer in mixers.items():
         own = dict([*mixer.named_parameters(), *mixer.named_buffers()])
-        assert all(own[kept].dtype == torch.float32 for kept in mixer.FLOAT32), name
+        assert all(own[kept].dtype == torch.float32 for kept in mixer.FLOAT32 if kept in own), name
         assert mixer.to_out.weight.dtype == torch.bfloat16, name
 
 
@@ -275,8 +298,86 @@ def test_mamba2_is_the_recurrence_of_its_paper():
     assert call.scale == 1.0
 
 
+@pytest.mark.parametrize("lower_bound", [False, True])
+def test_hgrn2_is_the_recurrence_of_its_paper(lower_bound):
+    """h = f h + (1 - f) i^T;  y = q h, f the forget gate, written out for one sequence in float64."""
+    torch.manual_seed(5)
+    mixer = spec("HGRN2", heads=2, head_dim=3, lower_bound=lower_bound).build(8).double()
+    x = torch.randn(1, 9, 8, dtype=torch.float64)
+    q, f, i = mixer.to_inner(x)[0].split([6, 6, 8], dim=-1)
+    f, floor = f.sigmoid(), torch.zeros(6, dtype=torch.float64)
+    if lower_bound:
+        torch.nn.init.normal_(mixer.floor_bias)
+        floor = mixer.floor_bias.sigmoid()
+        f = floor + (1 - floor) * f
+    q, f, i = (q * q.sigmoid()).view(9, 2, 3), f.view(9, 2, 3), i.view(9, 2, 4)
+    h, y = torch.zeros(2, 3, 4, dtype=torch.float64), []
+    for t in range(9):
+        h = f[t][:, :, None] * h + (1 - f[t])[:, :, None] * i[t][:, None, :]
+        y.append(torch.einsum("hk,hkv->hv", q[t], h).flatten())
+    y = torch.stack(y) * 3**-0.5
+    normed = y * (y.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * mixer.norm.weight
+    torch.testing.assert_close(mixer(x)[0], mixer.to_out(normed), rtol=1e-10, atol=1e-12)
+
+
+def test_a_floor_holds_under_every_forget_gate_and_starts_at_a_half():
+    mixer = spec("HGRN2", heads=2, lower_bound=True).build(16)
+    assert set(mixer.floor_bias.tolist()) == {0.0}
+    for size in (1.0, 1e4):
+        (call,) = delta_calls(mixer, size * torch.randn(2, 50, 16))
+        assert call.log_decay.exp().min() >= 0.5 - 1e-6
+        torch.testing.assert_close(call.k, 1 - call.log_decay.exp().view_as(call.k), rtol=1e-4, atol=1e-6)
+    (free,) = delta_calls(spec("HGRN2", heads=2).build(16), 1e4 * torch.randn(2, 50, 16))
+    assert free.log_decay.exp().min() < 1e-3
+
+
+def test_latent_attention_is_the_softmax_of_its_paper():
+    """Scores of own and shared key parts, values from the latent, written out for one sequence and two heads."""
+    torch.manual_seed(5)
+    options = {"heads": 2, "head_dim": 3, "rank": 5, "rope_dim": 4, "value_dim": 6, "rope": True}
+    mixer = spec("MLA", **options).build(8).double()
+    torch.nn.init.normal_(mixer.norm.weight)
+    x = torch.randn(1, 9, 8, dtype=torch.float64)
+    q, latent, shared = mixer.to_inner(x)[0].split([14, 5, 4], dim=-1)
+    latent = latent * (latent.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * mixer.norm.weight
+    angles = torch.arange(9.0, dtype=torch.float64)[:, None] * 10000.0 ** -torch.tensor([0, 0.5], dtype=torch.float64)
+
+    def turned(pairs):
+        spun = torch.complex(pairs[..., :2], pairs[..., 2:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([spun.real, spun.imag], dim=-1)
+
+    heads = []
+    for own_and_shared, weight in zip(q.split(7, dim=-1), mixer.to_kv.weight.split(9)):
+        k, v = latent @ weight[:3].T, latent @ weight[3:].T
+        scores = own_and_shared[:, :3] @ k.T + turned(own_and_shared[:, 3:]) @ turned(shared).T
+        scores = (scores * 7**-0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+        heads.append(scores.softmax(-1) @ v)
+    torch.testing.assert_close(mixer(x)[0], mixer.to_out(torch.cat(heads, -1)), rtol=1e-10, atol=1e-12)
+
+
+def test_without_positions_latent_attention_sees_a_set():
+    torch.manual_seed(6)
+    mixer = spec("MLA", heads=2).build(16).double()
+    x = torch.randn(1, 12, 16, dtype=torch.float64)
+    mixed = torch.cat([x[:, torch.randperm(11)], x[:, 11:]], dim=1)
+    torch.testing.assert_close(mixer(mixed)[:, -1], mixer(x)[:, -1], rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_of_latent_attention_builds_no_keys_of_heads():
+    """What a step costs beside its projections is scores and sums over latents alone, H (2 r + R) a token held."""
+    mixer = spec("MLA", heads=4, head_dim=16, rank=8, rope_dim=2).build(64)
+    held, x = 500, torch.randn(1, 501, 64)
+    cache = mixer.new_cache(1, 501, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        mixer(x[:, :held], cache)
+        with FlopCounterMode(display=False) as counter:
+            mixer(x[:, held:], cache)
+    scored = 2 * 4 * (2 * 8 + 2) * (held + 1)
+    assert counter.get_total_flops() <= linear_flops(mixer) + scored
+
+
 def test_gates_survive_extreme_inputs():
-    for name in ("GDN", "KDA", "GLA", "M2", "DN"):
+    for name in ("GDN", "KDA", "GLA", "M2", "DN", "HGRN2"):
         mixer = spec(name).build(16)
         for size in (1e-30, 1e4, 1e15):
             (call,) = delta_calls(mixer, size * torch.randn(1, 6, 16))
@@ -321,7 +422,7 @@ def test_a_window_shows_itself_and_the_tokens_just_before_it(way, tokens):
 
 
 def test_a_full_cache_refuses_more_tokens_and_keeps_what_it_has():
-    for name, options in (("GA", {"heads": 2}), ("SWA", {"heads": 2, "window": 50})):
+    for name, options in (("GA", {"heads": 2}), ("SWA", {"heads": 2, "window": 50}), ("MLA", {"heads": 2})):
         mixer = spec(name, **options).build(16)
         cache = mixer.new_cache(2, 5, dtype=torch.float32, device="cpu")
         mixer(torch.randn(2, 3, 16), cache)
@@ -329,7 +430,7 @@ def test_a_full_cache_refuses_more_tokens_and_keeps_what_it_has():
         with pytest.raises(CacheFullError, match=r"row 0 would hold 6 tokens.*context of 5.*context=6"):
             mixer(torch.randn(2, 3, 16), cache)
         assert cache.seen == [3, 3]
-        assert torch.equal(cache["k"], held["tensors"]["k"])
+        assert all(torch.equal(cache[kept], tensor) for kept, tensor in held["tensors"].items())
         mixer(torch.randn(2, 2, 16), cache)
 
 

@@ -53,7 +53,6 @@ def small(name="gdn-h2-0.4b", *, compiled=False):
     [
         (["gdn-h1-1.3"], "unknown preset 'gdn-h1-1.3'; did you mean 'gdn-h1-1.3b'?"),
         (["gdn-h1"], "gdn-h1 is a pattern: it has gdn-h1-0.4b gdn-h1-1.3b"),
-        (["samba-421m"], "preset samba-421m cannot be built: it needs M1"),
         (["gdn-0.4b", "--lengths", "2048"], "--lengths 2048: write tokens x rows, such as 2048x16"),
         (["gdn-0.4b", "--lengths", "0x4"], "--lengths 0x4: write tokens x rows"),
         (["gdn-0.4b", "--steps", "0"], "--steps must be at least 1, got 0"),

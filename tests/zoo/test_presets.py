@@ -5,13 +5,17 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from zoo.architecture import settle
 from zoo.budget import match_parameters
 from zoo.errors import PatternError, UserError
 from zoo.explain import explain
+from zoo.module import default_optimizer
+from zoo.optim import parameter_groups
 from zoo.pattern import arrange, expand
 from zoo.presets import Preset, preset, presets
+from zoo_kernels.packing import Packing
 from zoo_layers.mixer import registered
 
 # Pattern and depths of the language's table; each depth word as a question about n.
@@ -74,13 +78,13 @@ COUNTED = {
     "deltanet-swa-340m": (308_578_816, 374_114_816, 767_537_152, 107_175_936),
     "gdn-h2-0.4b": (482_287_752, 531_439_752, 1_116_624_896, 61_532_160),
     "gdn-h2-1.3b": (1_241_971_800, 1_315_699_800, 2_766_779_904, 146_672_640),
+    "kimi-linear-340m": (309_135_760, 374_671_760, 763_067_392, 38_080_512),
 }
 # Non-embedding parameters that the studies name, in millions.
 PUBLISHED_MILLIONS = {
     "gla-1.3b": 1234.4,
     "hgrn2-1.3b": 1233.3,
     "retnet-1.3b": 1220.7,
-    "kimi-linear-340m": 309.0,
 }
 GUIDE = (Path(__file__).parents[2] / "docs/patterns.md").read_text(encoding="utf-8")
 SIZED = [name for name, found in presets().items() if found.n_layers]
@@ -189,6 +193,51 @@ def test_a_preset_whose_mixer_is_not_registered_is_listed_and_refuses_with_that_
     assert not set(missing) & registered().keys()
     with pytest.raises(UserError, match=f"preset .* cannot be built: it needs {' and '.join(missing)}, which"):
         preset(name)
+
+
+# What shrinks a preset, by option: each mixer takes those that it has.
+SMALL = {
+    "heads": 2,
+    "head_dim": 16,
+    "state": 16,
+    "window": 8,
+    "rank": 24,
+    "rope_dim": 8,
+    "value_dim": 16,
+    "gate_rank": 8,
+}
+
+
+def shrunk(name):
+    """A preset at width 32 and the smallest depth at which every mixer of its pattern has a layer."""
+    found = presets()[name]
+    used = {entry.mixer for entry in found.parsed().every_entry()}
+    mixers = {m: {o: SMALL[o] for o in SMALL if o in registered()[m].options()} for m in used}
+    depth = 6 if found.depths == "multiple of 3" else 4
+    return settle(preset=name, n_layers=depth, d_model=32, d_ff=48, vocab_size=61, mixers=mixers)
+
+
+@pytest.mark.parametrize("name", [name for name, found in presets().items() if not found.missing()])
+def test_a_preset_trains(name):
+    architecture = shrunk(name)
+    found = presets()[name]
+    assert {layer.mixer for layer in architecture.layers} == {entry.mixer for entry in found.parsed().every_entry()}
+    assert (architecture.tie, architecture.mlp) == (bool(found.tie), found.mlp or "swiglu")
+    model = architecture.build(seed=1)
+    ids = torch.randint(61, (1, 40), generator=torch.Generator().manual_seed(2))
+    packing = Packing.from_offsets([0, 13, 14, 40])
+    optimizer = default_optimizer(parameter_groups(model.named_parameters()))
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    nll, tokens = model.nll(ids, ids.roll(-1), packing)
+    (nll / tokens).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{key} gets no gradient"
+        assert parameter.grad.isfinite().all(), f"{key}: the gradient is not finite"
+        assert parameter.grad.any(), f"{key}: the gradient is zero"
+    optimizer.step()
+    assert [key for key, parameter in model.named_parameters() if torch.equal(parameter, before[key])] == []
+    after, _ = model.nll(ids, ids.roll(-1), packing)
+    assert after < nll
 
 
 @pytest.mark.parametrize("name", [name for name, found in presets().items() if not found.missing()])

@@ -1,0 +1,395 @@
+"""zoo claims: every claim can be made, what finished is not run again, and nothing is said that was not measured."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.claims import claim, free, table
+from zoo.claims.claim import Claim, Experiment
+from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
+from zoo.claims.report import charts_of, depths
+from zoo.claims.run import NO_GPU, Allowance, Pace, Trial, plan_of
+from zoo.cli import main
+from zoo.compare import Entry, Reading, instantiate, make_plan
+from zoo.compare_run import run_plan
+from zoo.errors import UserError
+from zoo.module import HybridLMModule
+from zoo.plot import chart_svg, draw_chart
+
+EXPERIMENTS = {c.experiment.name: c.experiment for c in table.CLAIMS if c.experiment is not None}
+ON_CPU = ("--trainer.accelerator=cpu", "--trainer.precision=32-true")
+LONGER = "--data.init_args.seq_len=64"
+TINY = Experiment(
+    name="tiny",
+    recipe="recipe",
+    arms=(Entry("GA"), Entry("GDN,SWA")),
+    settings=("--budget.tokens=256", "--model.lr_scheduler.init_args.warmup_steps=1"),  # two steps
+    readings=(Reading("1x"), Reading("2x", (LONGER,))),
+    lengths={"1x": 32, "2x": 64},
+    score="1x/bpb",
+    seconds=5,
+    gpu=False,
+)
+
+
+def tiny_claim(name, *rules, experiment=TINY, **settings):
+    words = {"sentence": "s", "source": "s", "expected": "e"}
+    return Claim(name=name, tier=1, family="tiny", experiment=experiment, rules=rules, **words, **settings)
+
+
+SURE = tiny_claim("sure", Bound("GA", "1x/bpb", most=100.0), Bound("GDN,SWA", "2x/bpb", most=100.0))
+FALSE = tiny_claim("false", Margin("GA", ("GDN,SWA",), "1x/bpb", 100.0))
+
+
+@pytest.fixture
+def claims(monkeypatch, recipe, tmp_path):
+    """Run the verb on some claims over the tiny recipe; its status."""
+    monkeypatch.setattr(sys, "argv", ["zoo"])
+    monkeypatch.setattr(claim, "RECIPES", tmp_path)
+
+    def call(*chosen, words=()):
+        monkeypatch.setattr(table, "CLAIMS", chosen)
+        return main(["claims", "--out", str(tmp_path / "out"), *words])
+
+    return call
+
+
+def read(tmp_path):
+    content = json.loads((tmp_path / "out" / "claims.json").read_text(encoding="utf-8"))
+    return content, {own["name"]: own for own in content["claims"]}
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+def test_names_are_unique_and_none_is_a_family_of_others():
+    names = [c.name for c in table.CLAIMS]
+    assert len(set(names)) == len(names)
+    for own in table.CLAIMS:  # else --only could not choose it alone
+        assert all(c is own for c in table.CLAIMS if c.family == own.name), own.name
+
+
+def test_every_claim_says_what_is_claimed_by_whom_and_what_was_expected():
+    for own in table.CLAIMS:
+        assert all((own.sentence.endswith("."), own.source, own.expected, own.cost)), own.name
+        assert (own.tier == 3) == bool(own.needs), own.name
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_can_be_planned_and_its_arms_build_on_meta(name):
+    experiment = EXPERIMENTS[name]
+    # Which text it is does not matter here, and the excerpt is read sooner.
+    text = ("--data.init_args.source=excerpt",) if name == "text" else ()
+    plan = plan_of(experiment, settings=(*ON_CPU, *text))
+    assert [arm.text for arm in plan.arms] == [entry.title for entry in experiment.arms]
+    assert all(arm.total > 0 and arm.state_bytes > 0 for arm in plan.arms)
+    if experiment.matched:
+        assert all(abs(arm.deviation) <= 0.01 for arm in plan.arms)
+    for reading in experiment.readings:
+        data = instantiate(experiment.file, [*experiment.settings, *ON_CPU, *text, *reading.settings]).datamodule
+        if experiment.lengths[reading.name] != data.seq_len:  # rows of several lengths, the longest of them the task's
+            assert experiment.lengths[reading.name] == data.task.test_max_length
+    scored = {experiment.score.partition("/")[0]} | {
+        score.partition("/")[0]
+        for own in table.CLAIMS
+        if own.experiment is experiment
+        for rule in own.rules
+        for score in rule.score.split(" - ")
+    }
+    assert scored <= {"val", *(reading.name for reading in experiment.readings)}
+
+
+def test_gla_has_the_state_of_deltanet_and_twice_that():
+    plan = plan_of(EXPERIMENTS["recall_256"], settings=ON_CPU)
+    model = {arm.text: arm.architecture.build(device="meta") for arm in plan.arms}
+    # The memories alone: DeltaNet's convolution is off in this recipe, and so is GLA's.
+    assert model["GLA, equal state"].state_bytes(256) == model["DN"].state_bytes(256)
+    assert model["GLA, twice the state"].state_bytes(256) == 2 * model["DN"].state_bytes(256)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rules": ()},
+        {"needs": "a cluster"},
+        {"check": free.toy},
+        {"rules": (Bound("M2", "1x/loss", most=1.0),)},
+    ],
+    ids=["no rule", "two ways", "check too", "unknown arm"],
+)
+def test_a_claim_that_cannot_be_judged_cannot_be_written(wrong):
+    with pytest.raises(ValueError, match="claim sure"):
+        replace(SURE, **wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tier", "4"], "there are tiers 1"),
+        (["--only", "paritty"], "did you mean 'parity'"),
+        (["--tier", "2", "--free"], "tier 2: no claim of it goes without training"),
+        (["--tier", "3", "--only", "toy"], "tier 3 and --only toy: no claim of it is left"),
+        (["--minutes", "0"], "--minutes 0: give a number above 0"),
+        (["--minutes", "nan"], "give a number above 0"),
+        (["--onyl", "toy"], "did you mean '--only'"),
+    ],
+)
+def test_wrong_words_are_one_message(words, message, tmp_path, capsys):
+    assert main(["claims", "--out", str(tmp_path / "out"), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_list_names_every_claim_and_tries_none(capsys, tmp_path):
+    assert main(["claims", "--list", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert all(own.name in printed for own in table.CLAIMS)
+    assert f"{len(table.CLAIMS)} claims" in printed
+    assert main(["claims", "--list", "--only", "mad"]) == 0
+    assert "mad_fuzzy" in (printed := capsys.readouterr().out)
+    assert "parity" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_free_holds(tmp_path, capsys):
+    assert main(["claims", "--free", "--out", str(tmp_path / "out")]) == 0
+    content, own = read(tmp_path)
+    assert own.keys() == {"toy", "exact_write", "forms", "fixed_state", "uniform_bits"}
+    assert {found["verdict"] for found in own.values()} == {HOLDS}
+    assert "5 hold, 0 do not, 0 were not run." in capsys.readouterr().out
+    assert any("8.0056" in finding["words"] for finding in own["uniform_bits"]["findings"])
+    assert content["good"]
+    assert sum(found["seconds"] for found in own.values()) < 120
+
+
+def test_the_toy_sees_an_error_taken_against_the_memory_before_its_decay(monkeypatch):
+    right = free.delta_rule
+
+    def late_decay(q, k, v, *, log_decay=None, beta=None, **others):
+        """Read and erase first, then let fade: 4.5 where 4.8125 is right."""
+        if log_decay is None or beta is None or log_decay.dim() == 4:
+            return right(q, k, v, log_decay=log_decay, beta=beta, **others)
+        later = torch.cat([torch.zeros_like(log_decay[:, :1]), log_decay[:, :-1]], 1)
+        return right(q, k, v, log_decay=later, beta=beta, **others)
+
+    monkeypatch.setattr(free, "delta_rule", late_decay)
+    assert not all(finding.held for finding in free.toy())
+
+
+def test_tier_three_is_listed_and_not_run(tmp_path):
+    assert main(["claims", "--tier", "3", "--out", str(tmp_path / "out")]) == 0
+    content, own = read(tmp_path)
+    assert {found["verdict"] for found in own.values()} == {NOT_RUN}
+    assert all(found["reason"].startswith("needs ") and found["seconds"] is None for found in own.values())
+    assert content["counts"] == {HOLDS: 0, FAILS: 0, NOT_RUN: len(own)}
+
+
+def test_without_a_gpu_its_claims_are_not_run_and_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["claims", "--only", "mad_fuzzy", "--out", str(tmp_path / "out")]) == 0
+    _, own = read(tmp_path)
+    assert (own["mad_fuzzy"]["verdict"], own["mad_fuzzy"]["seconds"]) == (NOT_RUN, None)
+    assert NO_GPU in own["mad_fuzzy"]["reason"]
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+def test_runs_are_made_once_for_all_claims_and_not_again(claims, tmp_path, capsys):
+    assert claims(SURE, FALSE) == 1
+    first, own = read(tmp_path)
+    assert (own["sure"]["verdict"], own["false"]["verdict"]) == (HOLDS, FAILS)
+    assert "1 hold, 1 do not, 0 were not run." in (printed := capsys.readouterr().out)
+    assert printed.count("  finished:") == 2
+    run_folder = tmp_path / "out" / "tiny" / "02-GDN_SWA" / "seed-1"  # the recipe's own seed is not what counts
+    assert not run_folder.exists()
+    stored = json.loads((tmp_path / "out" / "tiny" / "02-GDN_SWA" / "seed-0" / "status.json").read_text())
+    assert stored["status"] == "finished"
+    assert len(stored["key"]) == 16
+    assert (tmp_path / "out" / "tiny" / "02-GDN_SWA" / "seed-0" / "recipe.yaml").is_file()
+    assert claims(SURE, FALSE) == 1
+    assert capsys.readouterr().out.count("finished before") == 2
+    again, _ = read(tmp_path)
+    assert again["experiments"] == first["experiments"]
+
+
+def test_a_reported_claim_that_does_not_hold_decides_nothing(claims, tmp_path, capsys):
+    assert claims(SURE, replace(FALSE, gate=False)) == 0
+    assert read(tmp_path)[1]["false"]["verdict"] == FAILS
+    assert "1 do not (1 of them reported only, which decides nothing)" in capsys.readouterr().out
+
+
+def test_the_files_hold_lengths_states_and_a_picture(claims, tmp_path):
+    claims(SURE)
+    out = tmp_path / "out"
+    with (out / "lengths.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["trained_on"], row["tokens"]) for row in rows] == [
+        (arm, "32", tokens) for arm in ("GA", "GDN,SWA") for tokens in ("32", "64")
+    ]
+    scores = {arm["name"]: arm["scores"]["0"] for arm in read(tmp_path)[0]["experiments"][0]["arms"]}
+    assert [float(row["value"]) for row in rows] == [
+        scores[arm][f"{reading}/bpb"] for arm in ("GA", "GDN,SWA") for reading in ("1x", "2x")
+    ]
+    assert scores["GA"]["1x/bpb"] != scores["GA"]["2x/bpb"]
+    with (out / "states.csv").open(newline="", encoding="utf-8") as file:
+        states = {row["arm"]: int(row["state_bytes"]) for row in csv.DictReader(file)}
+    assert states["GA"] == 2 * 2 * 32 * 32 * 2  # two layers, keys and values, 32 tokens and channels, two bytes
+    for name in ("tiny_length.png", "tiny_state.png"):
+        assert (out / name).stat().st_size > 5_000
+        assert f"({name})" in (out / "claims.md").read_text(encoding="utf-8")
+
+
+def test_a_run_that_would_not_fit_does_not_begin_and_a_later_call_goes_on(claims, tmp_path, monkeypatch, capsys):
+    refuse = Allowance.refuse
+    asked = []
+
+    def only_the_first(self, seconds):
+        asked.append(seconds)
+        return None if len(asked) == 1 else refuse(self, 1e9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Allowance, "refuse", only_the_first)
+        assert claims(SURE, words=["--minutes", "5"]) == 0
+    assert asked[0] == TINY.seconds  # as stated; then as timed
+    assert asked[1] != TINY.seconds
+    content, own = read(tmp_path)
+    assert own["sure"]["verdict"] == NOT_RUN
+    assert own["sure"]["reason"].startswith("GDN,SWA: --minutes 5: it takes about")
+    runs = {arm["name"]: arm["runs"][0]["status"] for arm in content["experiments"][0]["arms"]}
+    assert runs == {"GA": "finished", "GDN,SWA": "not run"}
+    capsys.readouterr()
+    assert claims(SURE) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("finished before") == 1
+    assert printed.count("  finished:") == 1
+    assert read(tmp_path)[1]["sure"]["verdict"] == HOLDS
+
+
+def test_a_run_killed_after_its_training_is_measured_by_the_next_call(claims, tmp_path, monkeypatch):
+    claims(SURE)
+    before, _ = read(tmp_path)
+    status = tmp_path / "out" / "tiny" / "01-GA" / "seed-0" / "status.json"
+    status.write_text(json.dumps({"key": json.loads(status.read_text())["key"], "status": "running"}))
+    assert claims(SURE) == 0
+    after, _ = read(tmp_path)
+    scores = [content["experiments"][0]["arms"][0]["scores"] for content in (before, after)]
+    assert scores[0] == scores[1]
+
+
+def test_a_failed_run_is_reported_and_takes_no_other_down(claims, tmp_path, monkeypatch):
+    step = HybridLMModule.training_step
+
+    def failing(self, batch, batch_idx):
+        if self.architecture.pattern == "GA":
+            raise RuntimeError("out of memory")
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(HybridLMModule, "training_step", failing)
+    other = tiny_claim("other", Bound("GDN,SWA", "1x/bpb", most=100.0))
+    assert claims(SURE, other) == 1
+    _, own = read(tmp_path)
+    assert (own["sure"]["verdict"], own["other"]["verdict"]) == (NOT_RUN, HOLDS)
+    assert "GA: RuntimeError: out of memory" in own["sure"]["reason"]
+
+
+def test_an_experiment_that_cannot_begin_leaves_the_others_alone(claims, tmp_path):
+    lost = tiny_claim("lost", Bound("GA", "1x/bpb", most=100.0), experiment=replace(TINY, name="lost", recipe="none"))
+    assert claims(lost, SURE) == 1
+    _, own = read(tmp_path)
+    assert (own["lost"]["verdict"], own["sure"]["verdict"]) == (NOT_RUN, HOLDS)
+    assert "no recipe at" in own["lost"]["reason"]
+
+
+def test_a_check_that_dies_did_not_hold_and_the_others_go_on(claims, tmp_path):
+    def dies():
+        raise RuntimeError("singular")
+
+    words = {"tier": 1, "family": "free", "sentence": "s", "source": "s", "expected": "e"}
+    fine = Claim(name="fine", check=lambda: [Finding("1 = 1", True)], **words)
+    assert claims(Claim(name="dies", check=dies, **words), fine) == 1
+    _, own = read(tmp_path)
+    assert (own["dies"]["verdict"], own["fine"]["verdict"]) == (FAILS, HOLDS)
+    assert own["dies"]["reason"] == "RuntimeError: singular"
+
+
+def test_of_two_rates_an_arm_counts_with_the_lower_validation_loss(claims, tmp_path):
+    experiment = replace(TINY, arms=(Entry("GA"),), rates=(1e-6, 1.0))
+    assert claims(tiny_claim("rated", Bound("GA", "1x/bpb", most=100.0), experiment=experiment)) == 0
+    (arm,) = read(tmp_path)[0]["experiments"][0]["arms"]
+    slow, usual = arm["runs"]
+    assert "init_args.lr=1e-08" in slow["command"]
+    assert "init_args.lr" not in usual["command"]
+    assert slow["loss"] > usual["loss"]
+    assert (arm["rate"], arm["scores"]["0"]["val/loss"]) == (1.0, usual["loss"])
+
+
+# --------------------------------------------------------------------------------------------- what comparisons gained
+def test_arms_that_are_not_matched_say_so_and_need_no_mlps(recipe):
+    plan = make_plan(["GA/none", "GDN,SWA/none"], recipe, match=False)
+    assert "NOT parameters, which are what the patterns make them" in plan.held
+    assert len({arm.non_embedding for arm in plan.arms}) == 2
+    with pytest.raises(UserError, match="no layer has an MLP"):
+        make_plan(["GA/none"], recipe)
+
+
+def test_two_readings_of_one_name_are_refused(recipe):
+    with pytest.raises(UserError, match="readings: 1x, 1x; give each a name of its own"):
+        make_plan(["GA"], recipe, readings=[Reading("1x"), Reading("1x", (LONGER,))])
+
+
+def test_other_readings_make_another_run(recipe, tmp_path):
+    run_plan(make_plan(["GA"], recipe, tolerance=0.03, readings=[Reading("1x")]), tmp_path / "out")
+    with pytest.raises(UserError, match="holds an arm of another comparison"):
+        run_plan(make_plan(["GA"], recipe, tolerance=0.03, readings=[Reading("1x", (LONGER,))]), tmp_path / "out")
+
+
+def test_an_arm_whose_trials_of_rates_were_left_out_is_not_run_rather_than_failed(recipe, tmp_path):
+    plan = make_plan(["GA"], recipe, tolerance=0.03, rates=(0.5, 1.0), overrides=["--budget.tokens=5120"])
+    outcome = run_plan(plan, tmp_path / "out", admit=lambda run: "no time")
+    (result,) = outcome.results
+    assert (result.status, result.error) == ("not run", "no time")
+    assert not outcome.good
+    assert not list((tmp_path / "out").rglob("status.json"))
+
+
+# ------------------------------------------------------------------------------------------------------------- the time
+def test_the_pace_goes_by_the_slowest_run_so_far():
+    now = [0.0]
+    a_run: Any = None  # whichever it is
+    pace = Pace(Allowance(1.0, clock=lambda: now[0]), stated=10.0)
+    assert pace.admit(a_run) is None
+    now[0] = 25.0
+    assert pace.admit(a_run) is None  # 25 more end at 50
+    now[0] = 30.0
+    assert pace.admit(a_run) is None  # the slow one counts still: 55
+    now[0] = 36.0
+    assert pace.admit(a_run) == "--minutes 1: it takes about 25 s, 24 are left"
+    pace.end()
+    assert pace.times == [25.0, 5.0, 6.0]
+
+
+def test_needles_are_drawn_by_depth_and_length(tmp_path):
+    trial = Trial(
+        replace(TINY, name="needle", lengths={"512": 512, "1024": 1024}, score="512/exact"), train_context=512
+    )
+    scores = {f"{length}/depth_to_{depth}/exact": depth / 200 for length in (512, 1024) for depth in (10, 100)}
+    del scores["1024/depth_to_100/exact"]
+    trial.scores = {"GA": {0: scores, 1: {name: value + 0.5 for name, value in scores.items()}}}
+    assert depths(scores, "512") == {10: 0.05, 100: 0.5}
+    (chart,) = charts_of(trial)[-1:]
+    grid = chart.grid
+    assert grid is not None
+    assert grid.columns == ("512", "1,024")
+    assert grid.rows == ("0 to 10 %", "90 to 100 %")
+    assert grid.cells[0] == pytest.approx((0.3, 0.3))
+    assert grid.cells[1] == (0.75, None)
+    draw_chart(chart, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 5_000
+    svg = chart_svg(chart)
+    assert "0.75" in svg
+    assert "none" in svg

@@ -1,0 +1,333 @@
+"""What trying claims gave, as claims.json, claims.md, figures as CSV, and pictures."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo.claims.claim import Experiment
+from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, figure
+from zoo.claims.run import Judged, Outcome, Trial
+from zoo.compare_run import finite, write_json
+from zoo.page import Section, Table, to_markdown
+from zoo.plot import Chart, Grid, Line, draw_chart
+from zoo.report import versions
+
+SCHEMA = 1  # of claims.json
+SLOW = 2  # times the stated seconds, and a claim is called over its time
+Content = Mapping[str, Any]
+
+
+# -------------------------------------------------------------------------------------------------------------- content
+def collect(outcome: Outcome, command: str) -> dict[str, Any]:
+    """Everything that a report says, in types that JSON holds."""
+    return finite(
+        {
+            "schema": SCHEMA,
+            "command": command,
+            "good": outcome.good,
+            "counts": {word: _count(outcome, word) for word in (HOLDS, FAILS, NOT_RUN)},
+            "claims": [_claim_content(judged) for judged in outcome.judged],
+            "experiments": [_trial_content(trial) for trial in outcome.trials],
+            "versions": versions(),
+        }
+    )
+
+
+def _count(outcome: Outcome, word: str) -> int:
+    return sum(judged.verdict.outcome == word for judged in outcome.judged)
+
+
+def _claim_content(judged: Judged) -> dict[str, Any]:
+    claim, verdict = judged.claim, judged.verdict
+    stated = claim.experiment.stated if claim.experiment is not None else claim.seconds
+    names = ("name", "tier", "family", "sentence", "source", "expected", "gate", "cost")
+    return {
+        **{name: getattr(claim, name) for name in names},
+        "experiment": claim.experiment.name if claim.experiment is not None else None,
+        "verdict": verdict.outcome,
+        "reason": verdict.reason,
+        "findings": [{"words": finding.words, "held": finding.held} for finding in verdict.findings],
+        "seconds": judged.seconds,
+        "over_its_time": judged.seconds is not None and judged.seconds > SLOW * stated,
+    }
+
+
+def _trial_content(trial: Trial) -> dict[str, Any]:
+    own = trial.experiment
+    kept = ("status", "seed", "learning_rate", "seconds", "tokens", "loss", "bpb", "error", "command")
+    return {
+        "name": own.name,
+        "recipe": own.recipe,
+        "settings": list(own.settings),
+        "seeds": list(own.seeds),
+        "rates": list(own.rates),
+        "lengths": dict(own.lengths),
+        "train_context": trial.train_context,
+        "score": own.score,
+        "matched": own.matched,
+        "error": trial.error,
+        "arms": [
+            {
+                "name": arm.text,
+                "pattern": arm.architecture.pattern,
+                "canonical": arm.architecture.canonical,
+                "parameters": arm.non_embedding,
+                "state_bytes": arm.state_bytes,
+                "rate": trial.rates.get(arm.text),
+                "lost": trial.lost.get(arm.text, ""),
+                "scores": {str(seed): dict(scores) for seed, scores in trial.scores.get(arm.text, {}).items()},
+                "runs": [{name: getattr(r, name) for name in kept} for r in trial.results if r.arm.text == arm.text],
+            }
+            for arm in trial.arms
+        ],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+def write_report(outcome: Outcome, content: Content, out: str | Path) -> dict[str, Path]:
+    """Write claims.json, claims.md with its pictures, and the figures as CSV.
+
+    Returns:
+        The files by name.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    names = ("claims.json", "claims.md", "figures.csv", "lengths.csv", "depths.csv", "states.csv")
+    files = {name: out / name for name in names}
+    write_json(files["claims.json"], content)
+    charts = {trial.experiment.name: charts_of(trial) for trial in outcome.trials}
+    files["claims.md"].write_text(to_markdown("Claims, and what was measured", sections(content, charts)), "utf-8")
+    for chart in (chart for found in charts.values() for chart in found):
+        files[f"{chart.name}.png"] = out / f"{chart.name}.png"
+        draw_chart(chart, files[f"{chart.name}.png"])
+    for name, rows in (
+        ("figures.csv", _figure_rows(outcome.trials)),
+        ("lengths.csv", _length_rows(outcome.trials)),
+        ("depths.csv", _depth_rows(outcome.trials)),
+        ("states.csv", _state_rows(outcome.trials)),
+    ):
+        _write_csv(files[name], COLUMNS[name], rows)
+    return files
+
+
+COLUMNS = {
+    "figures.csv": ("experiment", "arm", "seed", "figure", "value"),
+    "lengths.csv": ("experiment", "arm", "seed", "trained_on", "tokens", "metric", "value"),
+    "depths.csv": ("experiment", "arm", "seed", "trained_on", "tokens", "depth_to", "exact"),
+    "states.csv": ("experiment", "arm", "seed", "context", "state_bytes", "figure", "value"),
+}
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _each_run(trials: Iterable[Trial]) -> Iterable[tuple[Trial, str, int, Mapping[str, float]]]:
+    for trial in trials:
+        for arm, by_seed in trial.scores.items():
+            for seed, scores in by_seed.items():
+                yield trial, arm, seed, scores
+
+
+def _figure_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
+    for trial, arm, seed, scores in _each_run(trials):
+        for name, value in scores.items():
+            yield trial.experiment.name, arm, seed, name, value
+
+
+def _length_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
+    for trial, arm, seed, scores in _each_run(trials):
+        metric = _metric(trial.experiment)
+        for reading, tokens in trial.experiment.lengths.items():
+            value = figure(scores, f"{reading}/{metric}")
+            yield trial.experiment.name, arm, seed, trial.train_context, tokens, metric, value
+
+
+def _depth_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
+    for trial, arm, seed, scores in _each_run(trials):
+        for reading, tokens in trial.experiment.lengths.items():
+            for depth, value in depths(scores, reading).items():
+                yield trial.experiment.name, arm, seed, trial.train_context, tokens, depth, value
+
+
+def _state_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
+    sizes = {(trial.experiment.name, arm.text): arm.state_bytes for trial in trials for arm in trial.arms}
+    for trial, arm, seed, scores in _each_run(trials):
+        own = trial.experiment
+        yield own.name, arm, seed, own.context, sizes[own.name, arm], own.score, figure(scores, own.score)
+
+
+def _metric(experiment: Experiment) -> str:
+    return experiment.score.rpartition("/")[2]
+
+
+def depths(scores: Mapping[str, float], reading: str) -> dict[int, float]:
+    """The share of rows answered right by the needle's depth, in percent up to; empty where there is no needle."""
+    shape = re.compile(rf"{re.escape(reading)}/depth_to_(\d+)/exact")
+    found = {int(match[1]): value for name, value in scores.items() if (match := shape.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+# --------------------------------------------------------------------------------------------------------------- charts
+def charts_of(trial: Trial) -> list[Chart]:
+    """Score by length and by decode state, and by depth and length where there is a needle."""
+    own, metric = trial.experiment, _metric(trial.experiment)
+    if not trial.scores:
+        return []
+    found = []
+    if len(set(own.lengths.values())) > 1:
+        title = f"{own.name}: trained on rows of {trial.train_context:,}"
+        lines = [_line(trial, arm, own.lengths, metric) for arm in trial.scores]
+        found.append(Chart(f"{own.name}_length", title, "tokens of a row", metric, _drawn(lines), log=True))
+    sizes = {arm.text: float(arm.state_bytes) for arm in trial.arms if arm.text in trial.scores}
+    lines = [_line(trial, arm, {own.score.rpartition("/")[0]: size}, metric) for arm, size in sizes.items()]
+    xlabel = f"state bytes at {own.context:,} tokens"
+    title, drawn = f"{own.name}: score by decode state", _drawn(lines)
+    found += [Chart(f"{own.name}_state", title, xlabel, own.score, drawn, log=True)] if drawn[1:] else []
+    return [chart for chart in found if chart.lines] + _depth_charts(trial)
+
+
+def _drawn(lines: Iterable[Line]) -> tuple[Line, ...]:
+    return tuple(line for line in lines if line.points)
+
+
+def _line(trial: Trial, arm: str, places: Mapping[str, float], metric: str) -> Line:
+    """An arm's mean over seeds at each reading, and the range of its seeds."""
+    points, band = [], []
+    for reading, x in places.items():
+        values = [figure(scores, f"{reading}/{metric}") for scores in trial.scores[arm].values()]
+        values = [value for value in values if math.isfinite(value)]
+        if values:
+            points.append((x, math.fsum(values) / len(values)))
+            band.append((min(values), max(values)))
+    return Line(arm, tuple(points), tuple(band) if len(trial.scores[arm]) > 1 else ())
+
+
+def _depth_charts(trial: Trial) -> list[Chart]:
+    charts, lengths = [], trial.experiment.lengths
+    for number, (arm, by_seed) in enumerate(trial.scores.items(), start=1):
+        # Means over seeds, cell by cell: (depth, tokens) -> values.
+        cells: dict[tuple[int, int], list[float]] = {}
+        for scores in by_seed.values():
+            for reading, tokens in lengths.items():
+                for depth, value in depths(scores, reading).items():
+                    cells.setdefault((depth, tokens), []).append(value)
+        if not cells:
+            continue
+        rows, columns = sorted({depth for depth, _ in cells}), sorted({tokens for _, tokens in cells})
+        means = {place: math.fsum(values) / len(values) for place, values in cells.items()}
+        grid = Grid(
+            tuple(f"{tokens:,}" for tokens in columns),
+            tuple(f"{depth - 10} to {depth} %" for depth in rows),
+            tuple(tuple(means.get((depth, tokens)) for tokens in columns) for depth in rows),
+        )
+        title = f"{arm}: answers right, trained on {trial.train_context:,}"
+        name = f"{trial.experiment.name}_depth_{number}"
+        charts.append(Chart(name, title, "tokens of a row", "depth of the needle", (), grid=grid))
+    return charts
+
+
+# ------------------------------------------------------------------------------------------------------------- sections
+def sections(content: Content, charts: Mapping[str, Sequence[Chart]]) -> list[Section]:
+    """The report: a table of all, then family by family, then the runs."""
+    found = [Section("All", (summary(content),), claims_table(content))]
+    shown: set[str] = set()
+    for family in dict.fromkeys(claim["family"] for claim in content["claims"]):
+        own = [claim for claim in content["claims"] if claim["family"] == family]
+        names = dict.fromkeys(claim["experiment"] for claim in own if claim["experiment"])
+        pictures = [chart for name in names if name not in shown for chart in charts.get(name, ())]
+        shown |= names.keys()
+        found.append(Section(f"Family {family}", [line for claim in own for line in _words(claim)], charts=pictures))
+    found += [_experiment_section(own) for own in content["experiments"] if own["arms"]]
+    rows = [["command", content["command"]], *([name, str(value)] for name, value in content["versions"].items())]
+    return [*found, Section("Provenance", table=Table((("what", True), ("which", True)), rows))]
+
+
+def summary(content: Content) -> str:
+    """How many of each verdict, in a sentence."""
+    counts = content["counts"]
+    reported = sum(claim["verdict"] == FAILS and not claim["gate"] for claim in content["claims"])
+    note = f" ({reported} of them reported only, which decides nothing)" if reported else ""
+    return f"{counts[HOLDS]} hold, {counts[FAILS]} do not{note}, {counts[NOT_RUN]} were not run."
+
+
+COLUMNS_OF_ALL = (
+    ("claim", True),
+    ("tier", False),
+    ("counts", True),
+    ("verdict", True),
+    ("measured", True),
+    ("s", False),
+)
+
+
+def claims_table(content: Content, *, measured: bool = True) -> Table:
+    """One row a claim; what was measured may be left to the families."""
+    rows = [
+        [
+            claim["name"],
+            str(claim["tier"]),
+            "gate" if claim["gate"] else "reported",
+            claim["verdict"],
+            _measured(claim) if measured else claim["reason"] or claim["expected"],
+            ""
+            if claim["seconds"] is None
+            else f"{claim['seconds']:.0f}" + (" (over)" if claim["over_its_time"] else ""),
+        ]
+        for claim in content["claims"]
+    ]
+    return Table(COLUMNS_OF_ALL, rows)
+
+
+def _measured(claim: Content) -> str:
+    broken = [finding["words"] for finding in claim["findings"] if finding["held"] is False]
+    said = broken or [finding["words"] for finding in claim["findings"]]
+    if claim["verdict"] == NOT_RUN:
+        return claim["reason"]
+    return claim["reason"] or (said[0] + (f"; and {len(said) - 1} more" if said[1:] else ""))
+
+
+def _words(claim: Content) -> list[str]:
+    kind = "a gate" if claim["gate"] else "reported, not a gate"
+    lines = [
+        f"{claim['name']} (tier {claim['tier']}, {kind}): {claim['sentence']} Source: {claim['source']}.",
+        f"Expected: {claim['expected']}. Cost: {claim['cost']}. Verdict: {claim['verdict']}."
+        + (f" Reason: {claim['reason']}." if claim["reason"] else ""),
+    ]
+    return [*lines, *(f"{_mark(finding['held'])}: {finding['words']}." for finding in claim["findings"])]
+
+
+def _mark(held: bool | None) -> str:
+    return "open" if held is None else "held" if held else "broken"
+
+
+def _experiment_section(own: Content) -> Section:
+    columns = (("arm", True), ("parameters", False), ("state bytes", False), ("rate", False), ("seed", False))
+    columns += (("status", True), ("seconds", False), ("command", True))
+    rows = [
+        [
+            arm["name"],
+            f"{arm['parameters']:,}",
+            f"{arm['state_bytes']:,}",
+            "n/a" if arm["rate"] is None else f"{arm['rate']:.3g}",
+            str(run["seed"]),
+            run["status"] + (f": {run['error']}" if run["error"] else ""),
+            "n/a" if run["seconds"] is None else f"{run['seconds']:.0f}",
+            run["command"],
+        ]
+        for arm in own["arms"]
+        for run in arm["runs"]
+    ]
+    sizes = "brought to equal parameters" if own["matched"] else "as the patterns make them"
+    lines = [
+        f"recipes/{own['recipe']}.yaml {' '.join(own['settings'])}; arms {sizes}; rows of {own['train_context']:,}."
+    ]
+    return Section(f"Runs of {own['name']}", lines, Table(columns, rows))
