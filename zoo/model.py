@@ -194,7 +194,8 @@ class HybridLM(nn.Module):
     def reset(self, seed: int | None = None) -> None:
         """Fill every tensor; see :func:`zoo_layers.init.reset`. A tied head keeps the embedding's values."""
         if seed is None:
-            seed = int(torch.randint(2**62, ()).item())
+            # Lightning builds under a default device, whose generator would give a GPU other values than a CPU.
+            seed = int(torch.randint(2**62, (), device="cpu").item())
         init.reset(self, seed)
         if self.tie:
             init.reset(self.embedding, seed)

@@ -70,7 +70,7 @@ def reset(module: nn.Module, seed: int | None = None) -> None:
         TypeError: a module owns tensors, but has no ``reset_parameters()``: they would hold garbage.
     """
     if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
+        seed = int(torch.randint(2**62, (), device="cpu").item())
     for name, owner in module.named_modules():
         tensors = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
         if not tensors:

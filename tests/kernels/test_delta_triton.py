@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -277,6 +278,32 @@ def pick(name: str, x: torch.Tensor | None, document: int, start: int, end: int)
     if x is None or x.dim() == 1:
         return x
     return x[document : document + 1] if name in ("dlast", "last_state") or "initial" in name else x[:, start:end]
+
+
+@every_device
+@pytest.mark.parametrize("t", [1, 34, 64, 100])
+@pytest.mark.parametrize("decay", [(-0.5, 0.0), (-4.0, 0.0)])
+@every_member
+def test_later_tokens_change_no_earlier_output(member, decay, t, where):
+    """Not by a bit; under decays by channel by rounding, since those of a whole chunk choose how it is computed."""
+    case = Case(member, T=150, decay=decay, seed=t).on(where)
+    drawn, other = case.draw(), replace(case, seed=t + 1).draw()
+    mixed = {
+        name: torch.cat([x[:, :t], 3 * other[name][:, t:]], 1)
+        if name in ("q", "k", "v", "log_decay") and x.dim() > 1
+        else x
+        for name, x in drawn.items()
+        if x is not None
+    }
+    ys = []
+    for inputs in (drawn, mixed):
+        given = {name: x for name, x in inputs.items() if name in INPUTS and x is not None}
+        ys.append(delta_rule(**given, backend="triton")[0])
+    assert not torch.equal(ys[0][:, t:], ys[1][:, t:])
+    if MEMBERS[member][0] == "channel":
+        assert relative_error(ys[1][:, :t], ys[0][:, :t]) < (1e-6 if case.dtype == torch.float32 else 5e-3)
+    else:
+        assert torch.equal(ys[1][:, :t], ys[0][:, :t])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which the interpreter computes with

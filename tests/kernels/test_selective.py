@@ -16,7 +16,7 @@ from zoo_kernels import device
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.launch import TABLES, force
 from zoo_kernels.packing import Packing
-from zoo_kernels.selective import call, selective_scan, selective_step
+from zoo_kernels.selective import selective_scan, selective_step
 
 QUANTITIES = {"x": "dx", "dt": "dlog_decay", "A": "dlog_decay", "B": "dk", "C": "dq", "D": "dweight"}
 QUANTITIES["initial_state"] = "dinitial_state"
@@ -269,17 +269,14 @@ def test_any_split_into_calls_equals_the_whole(seed):
 
 
 # ----------------------------------------------------------------------------------------- choice, and what torch knows
-def test_kernels_serve_by_themselves_only_once_they_are_proven(monkeypatch):
+def test_kernels_serve_by_themselves_unless_the_environment_leaves_them_out(monkeypatch):
     triton = next(b for b in table.backends("selective_scan") if b.name == "triton")
     if device.triton_missing() is not None:
         pytest.skip("no kernels here")
     monkeypatch.setattr(device, "INTERPRETED", False)
-    monkeypatch.setattr(device, "WANTED", True)
-    assert "PROVEN" in triton.declines(None)
-    monkeypatch.setattr(call, "PROVEN", True)
-    assert triton.declines(None) is None
-    monkeypatch.setattr(device, "WANTED", False)
-    assert triton.declines(None) == device.UNWANTED
+    for wanted, reason in ((True, None), (False, device.UNWANTED)):
+        monkeypatch.setattr(device, "WANTED", wanted)
+        assert triton.declines(None) == reason
 
 
 def test_on_a_cpu_the_chunked_form_serves():

@@ -63,6 +63,8 @@ def small(name="gdn-h2-0.4b", *, compiled=False):
         (["gdn-0.4b", "--set", "GDN.head=2"], "GDN has no option 'head'; did you mean 'heads'?"),
         (["gdn-0.4b", "--set", "SWA.heads=2"], "no layer of these models is SWA; they have GA GDN"),
         (["gdn-0.4b", "--plot", "f.png", "--no-baseline"], "leave --no-baseline out"),
+        (["gdn-0.4b", "--compile", "--recompute", "selective"], "take none or full, or leave --compile out"),
+        (["gdn-0.4b", "--recompute", "some"], "invalid choice: 'some'"),
         (["gdn-0.4b", "--out", "nowhere/f.json"], "there is no folder nowhere; make it first"),
         (["gdn-0.4b"], "there is no CUDA GPU here, and a step of transformer++-340m at 2048x16 is 7"),
         ([], "the following arguments are required: PRESET"),
@@ -87,6 +89,19 @@ def test_models_of_one_size_share_a_baseline_and_without_one_there_is_none():
     assert [subject.name for subject in both] == ["transformer++-1.3b", "gdn-1.3b", "gdn-h1-1.3b"]
     alone = select(["gdn-1.3b"], {}, compiled=False, baseline=False, compiled_baseline=True)
     assert [(subject.label, subject.against) for subject in alone] == [("gdn-1.3b (eager)", None)]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_computed_again_is_the_models_setting_and_says_so(recompute, tmp_path):
+    words = ["gdn-h2-0.4b", *SMALL, "--recompute", recompute, "--out", str(tmp_path / "f.json")]
+    assert main(["bench", "train", *words]) == 0
+    content = json.loads((tmp_path / "f.json").read_text(encoding="utf-8"))
+    assert {(row["preset"][:3], row["recompute"]) for row in content["rows"]} == {("tra", "none"), ("gdn", recompute)}
+    assert ("--recompute" in content["command"]) == (recompute != "none")
+    _, own = select(["gdn-0.4b"], {}, compiled=False, baseline=True, compiled_baseline=False, recompute=recompute)
+    assert own.label == "gdn-0.4b (eager)" if recompute == "none" else f"(eager, recompute {recompute})" in own.label
+    small = settle(preset="gdn-0.4b", n_layers=1, d_model=32, d_ff=32, vocab_size=11)
+    assert train.Trained(small, torch.device("cpu"), recompute).model.recompute == recompute
 
 
 # ----------------------------------------------------------------------------------------------------------- end to end

@@ -99,3 +99,13 @@ def test_heads_that_do_not_fit_the_width_are_named_under_the_pattern():
     with pytest.raises(UserError, match="heads") as caught:
         HybridLM.from_pattern("GDN,SWA:heads=5:kv_heads=2", d_model=64, vocab_size=23)
     assert "^" in str(caught.value)
+
+
+def test_first_values_come_of_the_cpus_random_numbers_whatever_the_default_device():
+    """Lightning builds a model under the GPU as default device, whose generator would draw another seed."""
+    found = []
+    for default in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(default):
+            found.append(HybridLM.from_pattern("GDN,GA", d_model=32, vocab_size=11, device="cpu").state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -8,7 +8,7 @@ SIZES = ["--budget.tokens", "20480", "--budget.batch_tokens", "2048", "--data.in
 SIZES += ["--model.d_model", "64", "--model.mixers.GDN.head_dim", "64", "--model.mixers.SWA.window", "100"]
 SIZES += ["--model.optimizer.init_args.lr", "2e-3", "--model.n_layers", "6", "--trainer.limit_val_batches", "0"]
 # PyTorch's attention adds gradients up in any order unless it is told otherwise.
-EXACT = ["--trainer.deterministic", "warn"]
+EXACT = ["--trainer.deterministic", "true"]
 
 
 @pytest.fixture

@@ -64,16 +64,21 @@ class Subject:
         name: of its preset.
         compiled: every block by ``torch.compile``.
         against: the label of the baseline that its speed is held against; None: it is one.
+        recompute: what the backward computes again, as ``model.recompute`` of a recipe.
     """
 
     name: str
     architecture: Architecture
     compiled: bool
     against: str | None = None
+    recompute: str = "none"
 
     @property
     def label(self) -> str:
-        return f"{self.name} ({'compiled' if self.compiled else 'eager'})"
+        mode = "compiled" if self.compiled else "eager"
+        return (
+            f"{self.name} ({mode})" if self.recompute == "none" else f"{self.name} ({mode}, recompute {self.recompute})"
+        )
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,13 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def select(
-    names: Sequence[str], settings: Mapping[str, Any], *, compiled: bool, baseline: bool, compiled_baseline: bool
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    compiled: bool,
+    baseline: bool,
+    compiled_baseline: bool,
+    recompute: str = "none",
 ) -> list[Subject]:
     """The models to measure, their baselines first: for each the Transformer++ that is nearest in parameters.
 
@@ -176,11 +187,17 @@ def select(
         settings: from :func:`read_settings`; for the baselines too.
         compiled, compiled_baseline: whether models, and baselines, are compiled.
         baseline: whether there are any.
+        recompute: what the models' backward computes again; the baselines' nothing.
 
     Raises:
-        UserError: a preset without a size; a setting that no model reads.
+        UserError: a preset without a size; a setting that no model reads; ``selective`` for compiled blocks.
         PatternError, SpecError: a setting that does not fit a preset.
     """
+    if compiled and recompute == "selective":
+        raise UserError(
+            "--recompute selective chooses among the ops that run, and compiled blocks have none of their own: take "
+            "none or full, or leave --compile out"
+        )
     own = {name: settle(preset=_sized(name), **settings) for name in names}
     pairs = {name: _nearest_baseline(name) if baseline else None for name in own}
     subjects: dict[str, Subject] = {}
@@ -189,7 +206,7 @@ def select(
         subjects.setdefault(found.label, found)
     labels = {subject.name: subject.label for subject in subjects.values()}
     for name, architecture in own.items():
-        found = Subject(name, architecture, compiled, labels.get(pairs[name] or ""))
+        found = Subject(name, architecture, compiled, labels.get(pairs[name] or ""), recompute)
         subjects.setdefault(found.label, found)
     read = {layer.mixer for subject in subjects.values() for layer in subject.architecture.layers}
     if unread := sorted(set(settings.get("mixers", {})) - read):
@@ -311,9 +328,10 @@ def _hooks(part: str, module: nn.Module, clock: PartClock) -> list[Any]:
 class Trained:
     """A model under training as ``zoo fit`` trains it: bf16 autocast over fp32 weights on a GPU, fp32 on a CPU."""
 
-    def __init__(self, architecture: Architecture, device: torch.device):
+    def __init__(self, architecture: Architecture, device: torch.device, recompute: str = "none"):
         self.device = device
         self.model = architecture.build(device, seed=0)
+        self.model.set_recompute(recompute)
         self.weights = [p for p in self.model.parameters() if p.requires_grad]
         on_gpu = device.type == "cuda"
         groups = parameter_groups(self.model.named_parameters())
@@ -395,7 +413,7 @@ def measure(
         facts: dict[str, Any] = {}
         reason = ""
         try:
-            trained = trained or Trained(subject.architecture, device)
+            trained = trained or Trained(subject.architecture, device, subject.recompute)
             trained.draw(shape)
             facts["flops_per_token"] = trained.model.flops_per_token(shape.tokens)
             _measure_shape(facts, trained, compiled=subject.compiled, steps=steps)

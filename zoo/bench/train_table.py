@@ -198,6 +198,7 @@ def _plain(report: TrainReport, row: Row) -> dict[str, Any]:
     return {
         "preset": subject.name,
         "compiled": subject.compiled,
+        "recompute": subject.recompute,
         "baseline": subject.against,
         "pattern": architecture.canonical,
         "architecture": architecture.to_plain(),

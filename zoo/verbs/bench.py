@@ -50,6 +50,12 @@ def _add_train(train: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=None, metavar="N", help="timed steps; default: 10 or more, on a CPU 3")
     add("--compile", action="store_true", help="compile the presets' blocks; on a GPU the baseline always is")
     add(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what the presets' backward computes again instead of keeping it",
+    )
+    add(
         "--baseline",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -193,6 +199,7 @@ def _train(args: argparse.Namespace, device: torch.device) -> int:
         compiled=args.compile,
         baseline=args.baseline,
         compiled_baseline=on_gpu or args.compile,
+        recompute=args.recompute,
     )
     if not on_gpu:
         check_affordable(subjects, shapes)
@@ -245,7 +252,12 @@ def _command(args: argparse.Namespace) -> str:
     """The command that gives these figures again."""
     words, off = ["zoo", "bench", args.part, *getattr(args, "presets", [])], []
     for name, value in vars(args).items():
-        if name in ("part", "presets") or value is None or value == [] or (value is False and name not in SWITCHES):
+        if (
+            name in ("part", "presets")
+            or value is None
+            or value in ([], "none")
+            or (value is False and name not in SWITCHES)
+        ):
             continue
         if name in SWITCHES:
             off += [] if value else [f"--no-{name}"]

@@ -38,16 +38,30 @@ class Order:
 # since full attention is then the same function, and between W and 2 W only windowed kernels are right.
 ORDERS = (
     Order(
+        ("flash4", "sdpa", "varlen"),
+        "flash4 4.0.0b36 4.05 / 1.22, cuDNN 4.20 / 1.22, flash2 2.8.3 6.92 / 1.78, torch's flash 6.96 / 1.94 (forward "
+        "and backward / forward, H200, B8 T4096 H16 D128 bf16, torch 2.11; H32/8 D64 4.73, 5.20, 7.63, 7.93 / "
+        "1.32, 1.38, 1.97, 2.32)",
+        arch="sm_90",
+        when={"kind": "full", "size": (64, 128)},
+    ),
+    Order(
+        ("flash4", "varlen"),
+        "flash4 4.0.0b36 3.28 / 0.86, flash2 2.8.3 5.66 / 1.66, torch's flash 5.70 / 1.85 (forward and backward / "
+        "forward, H200, B8 T4096 H16 D128 W2048 bf16, torch 2.11; B1 T32768 in 8 documents 3.71, 8.14, 5.69 / 0.96, "
+        "1.59, 1.88)",
+        arch="sm_90",
+        when={"kind": ("window", "packed"), "size": (64, 128)},
+    ),
+    Order(
         ("sdpa", "varlen"),
-        "cuDNN 1.03 / 4.03, torch's flash 1.72 / 6.54 (H200, B8 T4096 H16 D128 bf16, torch 2.11; D64 0.66 / 2.51 "
-        "and 0.98 / 3.72); flash4 and flash2 not measured",
+        "heads above 128 are not measured; cuDNN is ahead of torch's flash at 128 and 64",
         arch="sm_90",
         when={"kind": "full"},
     ),
     Order(
         ("varlen",),
-        "torch's flash 1.55 / 5.31, W 2048 (H200, B8 T4096 H16 D128 bf16, torch 2.11; B1 T32768 1.95 / 6.73); flash4 "
-        "and flash2 not measured",
+        "heads above 128 are not measured; torch's flash is ahead of its dense kernels at 128",
         arch="sm_90",
         when={"kind": ("window", "packed")},
     ),

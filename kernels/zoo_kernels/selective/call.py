@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zoo_kernels.device import Kernels
 from zoo_kernels.packing import Packing
-
-# Whether the kernels of this folder serve by themselves. False until their GPU tests have run on a GPU and passed.
-PROVEN = False
-UNPROVEN = "its GPU tests have not run yet (zoo_kernels.selective.call.PROVEN); it serves when named"
 
 # Tokens between two states that the forward keeps for the backward, whatever the backend: 4 * K / 64 bytes per token
 # and channel, half of what x takes in bf16 where K is 16.
@@ -57,11 +52,3 @@ class SelectiveCall:
 def computed(x: Tensor) -> torch.dtype:
     """The dtype in which a scan over ``x`` is computed."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-class ProvenKernels(Kernels):
-    """What the Triton backends of this folder share: they serve by name alone until they are PROVEN."""
-
-    def declines(self, call: object) -> str | None:
-        """Why these kernels are not chosen by themselves."""
-        return super().declines(call) or (None if PROVEN else UNPROVEN)

@@ -160,4 +160,4 @@ def backward(
         ddt[:, at] = (received * scan.x[at] + (exponents * scan.A).sum(2)).transpose(0, 1)
         dA += exponents.mul_(scan.dt[at].unsqueeze(2)).sum((0, 1))
     dD = None if D is None else (dy * scan.x).sum((0, 1)).to(D.dtype)
-    return dx, ddt, dA.t().to(A.dtype), dB, dC, dD, dstate
+    return dx, ddt, dA.t().contiguous().to(A.dtype), dB, dC, dD, dstate

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from zoo_kernels.delta.call import without_autocast
-from zoo_kernels.device import refusal
+from zoo_kernels.device import Kernels, refusal
 from zoo_kernels.eager import operator
 from zoo_kernels.selective import chunked
-from zoo_kernels.selective.call import SEGMENT, ProvenKernels, SelectiveCall, computed
+from zoo_kernels.selective.call import SEGMENT, SelectiveCall, computed
 
 
 class Chunked:
@@ -28,7 +28,7 @@ class Chunked:
         return _run(call, None, offsets, kernel=False)
 
 
-class Triton(ProvenKernels):
+class Triton(Kernels):
     """One launch forward and one backward where rows and channels fill the GPU, three each where they do not."""
 
     def serves(self, call: SelectiveCall) -> str | None:

@@ -196,7 +196,7 @@ def backward(
             dy, dlast, x, dt, A, B, C, D, state, kept, documents, ends, scratch, dx, ddt, dA, dB, dC, dD, dstate,
             batch, tokens, channels, K, cut.walks, cut.share, cut.launch.tile, **settings,
         )  # fmt: skip
-    found = dA.sum(0).t().to(A.dtype), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype)
+    found = dA.sum(0).t().contiguous().to(A.dtype), dB.sum(0).to(B.dtype), dC.sum(0).to(C.dtype)
     return dx, ddt, *found, None if D is None or dD is None else dD.sum(0).to(D.dtype), dstate
 
 

@@ -12,9 +12,9 @@ from zoo_kernels import backend as backends
 from zoo_kernels.backend import Backend
 from zoo_kernels.delta.call import without_autocast
 from zoo_kernels.delta.step import MAX_TOKENS
-from zoo_kernels.device import refusal
+from zoo_kernels.device import Kernels, refusal
 from zoo_kernels.eager import operator
-from zoo_kernels.selective.call import ProvenKernels, SelectiveCall, computed
+from zoo_kernels.selective.call import SelectiveCall, computed
 from zoo_kernels.selective.op import check_inputs, check_values
 from zoo_kernels.selective.reference import Recurrent
 
@@ -101,7 +101,7 @@ class StepCall:
     state: Tensor
 
 
-class _Triton(ProvenKernels):
+class _Triton(Kernels):
     """The forward kernel of the scan, from the state into the state."""
 
     def serves(self, call: StepCall) -> str | None:

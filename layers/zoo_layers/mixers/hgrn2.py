@@ -87,4 +87,5 @@ class HGRN2(MemoryMixer):
             return log_decay, k
         floor = wide(self.floor_bias)  # gate = floor + (1 - floor) * sigmoid(forget)
         above = F.logsigmoid(-floor)
-        return torch.logaddexp(F.logsigmoid(floor), above + log_decay), above.exp() * k
+        # An open gate is 1, which the sum of its two parts may exceed by rounding.
+        return torch.logaddexp(F.logsigmoid(floor), above + log_decay).clamp(max=0.0), above.exp() * k
