@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from zoo.run import BEST
 # Dense bf16 and fp16 matrix FLOP/s by a word of the device's name, from the vendor's datasheets. Lightning's own table
 # misses the plain name "NVIDIA H200", which is what the driver says.
 HALF_PEAKS = {"B200": 2.25e15, "H200": 9.89e14, "H100": 9.89e14, "A100": 3.12e14, "L40S": 3.62e14}
+
+RECENT = 50  # timings that the pace is taken from: enough to be steady, few enough to follow a change
 
 
 def known_peak(device_name: str, precision: str) -> float | None:
@@ -51,16 +54,17 @@ class RunHeader(Callback):
 
 
 class Throughput(Callback):
-    """Log ``tok/s``, and ``mfu`` where the device's peak is known.
+    """Log ``tok/s``, ``mfu`` where the device's peak is known, and ``gpu_peak_gib`` on a GPU.
 
     Tokens are labels that count, so padding does not flatter. MFU is the model's own training FLOPs (three times the
-    forward) at the context length of the data, over the dense peak of the compute type. Steps that validate or save are
-    left out.
+    forward) at the context length of the data, over the dense peak of the compute type. Validating and saving are left
+    out of both. ``gpu_peak_gib`` is the most that PyTorch had allocated at once since the step that was logged before,
+    validation included, on the rank where it was most.
 
     Args:
         peak_flops: FLOP/s of the device at the run's precision. None: HALF_PEAKS; on a device that is not in it no MFU
             is logged.
-        skip: steps at the start that are not timed: compilation and warm-up.
+        skip: optimizer steps at the start that are not timed: compilation and warm-up.
     """
 
     def __init__(self, peak_flops: float | None = None, skip: int = 5):
@@ -71,7 +75,10 @@ class Throughput(Callback):
         self.peak_flops, self.skip = peak_flops, skip
         self.tokens = self.seconds = 0.0
         self.total_tokens = self.total_seconds = 0.0
-        self._steps, self._pending, self._mark = 0, 0, None
+        self.peak_bytes = 0
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._at, self._steps = -1, 0
+        self._pending, self._batches, self._mark = 0, 0, None  # tokens and micro-batches of this rank since the mark
         self._flops_per_token = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,6 +90,7 @@ class Throughput(Callback):
             self._flops_per_token = 3 * pl_module.built().flops_per_token(context)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._at = trainer.global_step
         if self._mark is None:
             _wait(pl_module)
             self._mark = time.perf_counter()
@@ -91,6 +99,9 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._pending += int(batch["tokens"])
+        self._batches += 1
+        if trainer.global_step == self._at:  # between the micro-batches of a step
+            return
         self._steps += 1
         if self._steps == self.skip:
             self._restart()
@@ -108,18 +119,37 @@ class Throughput(Callback):
             rate = self._pending * pl_module.trainer.world_size / seconds
             pl_module.log("tok/s", rate, prog_bar=True)
             if self.peak_flops and self._flops_per_token:
-                pl_module.log("mfu", rate * self._flops_per_token / (self.peak_flops * pl_module.trainer.world_size))
+                share = rate * self._flops_per_token / (self.peak_flops * pl_module.trainer.world_size)
+                pl_module.log("mfu", share, prog_bar=True)
             self.total_tokens += self._pending * pl_module.trainer.world_size
             self.total_seconds += seconds
+            self._recent.append((self._batches / pl_module.trainer.accumulate_grad_batches, seconds))
+        if pl_module.device.type == "cuda":
+            self._log_peak(pl_module)
         self._restart()
 
+    def _log_peak(self, pl_module: LightningModule) -> None:
+        peak = torch.cuda.max_memory_allocated(pl_module.device)
+        torch.cuda.reset_peak_memory_stats(pl_module.device)
+        self.peak_bytes = max(self.peak_bytes, peak)
+        own = torch.tensor(peak / 2**30, device=pl_module.device)
+        pl_module.log("gpu_peak_gib", pl_module.trainer.strategy.reduce(own, reduce_op="max"))
+
     def _restart(self) -> None:
-        self._pending, self._mark = 0, None
+        self._pending, self._batches, self._mark = 0, 0, None
 
     # Validation, checkpoints and whatever else stands between two batches is no training time.
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.training and self._steps > self.skip and self._mark is not None:
-            self._restart()
+        self._restart()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._restart()
+
+    @property
+    def pace(self) -> float | None:
+        """Seconds of an optimizer step over the last timed ones; None before the first."""
+        steps = sum(steps for steps, _ in self._recent)
+        return sum(seconds for _, seconds in self._recent) / steps if steps else None
 
     @property
     def mean_rate(self) -> float | None:

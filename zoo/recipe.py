@@ -16,9 +16,9 @@ import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import zoo.data
@@ -29,7 +29,9 @@ from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.names import near
 from zoo.pattern import misplaced_key
+from zoo.progress import RichBar
 from zoo.run import BEST, LAST, Budget, refuse_to_overwrite
+from zoo.spikes import LossSpikes
 from zoo.watch import NonFiniteGuard, SaveOnSignal
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -78,6 +80,7 @@ class ZooCLI(LightningCLI):
         )
         parser.add_lightning_class_args(Throughput, "throughput")
         parser.add_lightning_class_args(NonFiniteGuard, "guard")
+        parser.add_lightning_class_args(LossSpikes, "spikes")
         parser.link_arguments(
             "trainer.default_root_dir", "checkpoint.dirpath", compute_fn=lambda root: root or "runs/default"
         )
@@ -151,15 +154,14 @@ class ZooCLI(LightningCLI):
             if isinstance(error, UserError):
                 raise
             # jsonargparse wraps what a class of ours raised; the message inside is the answer.
-            raise UserError(_shorten(str(error), self.parser)) from error
+            raise UserError(missing_package(str(error)) or _shorten(str(error), self.parser)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         settings = self._get(self.config_init, "trainer")
-        if settings.logger is None or settings.logger is True:
-            # Made here and not in the configuration: a saved one, trained from again, would log into the old folder.
-            root = settings.default_root_dir
-            csv = CSVLogger(root, name="logs", flush_logs_every_n_steps=10)
-            kwargs["logger"] = [csv, TensorBoardLogger(root, name="tensorboard")]
+        kwargs["logger"] = loggers(settings.logger, settings.default_root_dir)
+        callbacks = settings.callbacks if isinstance(settings.callbacks, list) else [settings.callbacks]
+        if settings.enable_progress_bar is not False and not any(isinstance(each, ProgressBar) for each in callbacks):
+            kwargs["callbacks"] = [*callbacks, RichBar()]
         try:
             trainer: Any = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
@@ -211,6 +213,36 @@ class ZooCLI(LightningCLI):
             self.model.check_stored(found["zoo"], self.trainer.strategy, resumed=verb == "fit")
         if given == "best":
             self.config_init[verb].ckpt_path = str(root / BEST)  # what Lightning calls best, a new process cannot know
+
+
+def loggers(given: Any, root: str) -> list[Logger]:
+    """The loggers of a run: metrics.csv always, and TensorBoard where none is given; none where that is asked for.
+
+    Made here and not in the configuration: a saved one, trained from again, would log into the old folder.
+
+    Args:
+        given: ``trainer.logger``: a logger, several, None or True for ours, False for none.
+        root: the run's folder.
+    """
+    if given is not None and not given:
+        return []
+    csv = CSVLogger(root, name="logs", flush_logs_every_n_steps=10)
+    if given is None or given is True:
+        return [csv, TensorBoardLogger(root, name="tensorboard")]
+    several = [given] if isinstance(given, Logger) else list(given)
+    # First, as the folder of the first one is the run's log folder.
+    return several if any(isinstance(logger, CSVLogger) for logger in several) else [csv, *several]
+
+
+def missing_package(message: str) -> str | None:
+    """What to do where a class of the recipe, such as a logger, wants a package that is not here; None for all else."""
+    named = re.search(r"(?:Requirement|Module not found:|No module named) '([\w-]+)", message)
+    if named is None:
+        return None
+    return (
+        f"the recipe needs the package {named[1]}, which is not installed: `pip install {named[1]}`, or leave out what "
+        "needs it"
+    )
 
 
 class SaveRun(SaveConfigCallback):

@@ -39,17 +39,21 @@ class NonFiniteGuard(Callback):
 
     Args:
         every_n_steps: how often to look. 0: never.
+
+    Attributes:
+        norm: of this step's gradient, before the module divides it by the step's tokens; None where there was no look.
     """
 
     def __init__(self, every_n_steps: int = 1):
         if every_n_steps < 0:
             raise ValueError(f"NonFiniteGuard: every_n_steps must be at least 0, got {every_n_steps}; 0 never looks")
         self.every_n_steps = every_n_steps
+        self.norm: Tensor | None = None
         self._step, self._batches = -1, []
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step != self._step:
-            self._step, self._batches = trainer.global_step, []
+            self._step, self._batches, self.norm = trainer.global_step, [], None
         self._batches.append(batch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -57,7 +61,8 @@ class NonFiniteGuard(Callback):
             return
         if getattr(trainer.precision_plugin, "scaler", None) is not None or not isinstance(pl_module, HybridLMModule):
             return
-        if torch.isfinite(gradient_norm(pl_module, trainer.strategy)):
+        self.norm = gradient_norm(pl_module, trainer.strategy)
+        if torch.isfinite(self.norm):
             return
         rank, _, what = min(self._findings(trainer, pl_module), key=lambda finding: finding[1])
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
@@ -127,7 +132,8 @@ def _finite(tensor: Tensor) -> bool:
 class SaveOnSignal(Callback):
     """At SIGTERM, finish the step, save ``last.ckpt``, and end with 143; any rank's signal stops all of them.
 
-    A validation under way is given up. Schedulers send the signal some seconds before they kill.
+    A validation under way is given up. Schedulers send the signal some seconds before they kill. A run that comes to its
+    end is saved too, where its last step is none that is saved anyhow.
     """
 
     def __init__(self) -> None:
@@ -156,7 +162,11 @@ class SaveOnSignal(Callback):
         if trainer.global_step != self._step:  # not between the micro-batches of a step
             self._step = trainer.global_step
             if self._agreed():
+                self._saved = True
                 self._save(trainer)
+                rank_zero_info(f"SIGTERM: saved step {trainer.global_step}; go on with --ckpt_path last")
+            elif trainer.global_step == trainer.max_steps:
+                self._save(trainer, but_every=True)
 
     # Only now has the step been logged.
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -180,6 +190,7 @@ class SaveOnSignal(Callback):
             # Else the resumed run would measure the rest alone, and log that as the whole.
             trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end()
             self._save(trainer)
+            rank_zero_info(f"SIGTERM: saved step {trainer.global_step}; go on with --ckpt_path last")
             self._leave(trainer)
 
     def _agreed(self) -> bool:
@@ -188,12 +199,14 @@ class SaveOnSignal(Callback):
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
         return bool(asked)
 
-    def _save(self, trainer: Trainer) -> None:
-        self._saved = True
+    def _save(self, trainer: Trainer, *, but_every: bool = False) -> None:
+        """Write ``last.ckpt``; ``but_every``: unless the checkpoint callback itself is about to."""
         for keeper in trainer.checkpoint_callbacks:
-            if isinstance(keeper, ModelCheckpoint) and keeper.save_last and keeper.dirpath is not None:
+            if not isinstance(keeper, ModelCheckpoint) or not keeper.save_last or keeper.dirpath is None:
+                continue
+            every = keeper._every_n_train_steps
+            if not (but_every and every and trainer.global_step % every == 0):
                 trainer.save_checkpoint(Path(keeper.dirpath) / LAST)
-                rank_zero_info(f"SIGTERM: saved step {trainer.global_step}; go on with --ckpt_path last")
 
     def _leave(self, trainer: Trainer) -> NoReturn:
         self._restore()

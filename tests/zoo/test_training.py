@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zoo.checkpoint import load_model
+from zoo.checkpoint import load_model, read_checkpoint
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.recipe import stop_status
@@ -340,3 +340,14 @@ def test_a_signal_has_its_own_exit_status_and_other_exits_keep_theirs(capsys):
     assert "interrupted" in capsys.readouterr().err
     assert stop_status(SIGTERMException()) == 143
     assert stop_status(SystemExit(1)) is None
+
+
+def test_the_last_step_is_saved_whatever_the_interval(zoo, tmp_path):
+    every = ["--checkpoint.every_n_train_steps", "4"]
+    straight = zoo("fit", root="straight")
+    zoo("fit", *every, "--trainer.max_steps", "5", root="cut")
+    assert read_checkpoint(tmp_path / "cut" / "last.ckpt")["global_step"] == 5
+    again = zoo("fit", *every, "--ckpt_path", "last", root="cut")
+    losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (straight, again)]
+    assert losses[1] == losses[0]
+    assert read_checkpoint(tmp_path / "cut" / "last.ckpt")["global_step"] == 6

@@ -113,6 +113,11 @@ class DocumentData(LightningDataModule, ABC):
         """UTF-8 bytes that :meth:`eval_text` stands for: what its bits are divided by."""
         return self.eval_rows(split).text_bytes()
 
+    def train_text(self, first: int, count: int) -> list[str]:
+        """Rows ``first`` to ``first + count`` of the training stream as text, to look at what a step was trained on."""
+        ids = self.train_stream().batch(first, count)["input_ids"].reshape(count, self.seq_len)
+        return [self.tokenizer.decode(row.numpy()) for row in ids]
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must know of its data: the tokenizer and the manifest."""
         return {"tokenizer": self.tokenizer.identity, "manifest": self.manifest()}

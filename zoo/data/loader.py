@@ -35,6 +35,10 @@ class RowStream(Protocol):
         """The same rows as a batch."""
         ...
 
+    def documents(self, first: int, count: int) -> np.ndarray:
+        """The documents that the same rows hold parts of, by their numbers in the split, sorted; empty where none."""
+        ...
+
 
 class RowSet(Protocol):
     """Rows of an evaluation set, in a fixed order."""
@@ -177,9 +181,18 @@ class TrainLoader:
             yield self.batch(step, micro)
 
     def batch(self, step: int, micro: int = 0) -> Batch:
-        """This rank's micro-batch ``micro`` of step ``step``; moves nothing."""
-        share = self.shape.rank * self.shape.accumulate + micro
-        return self.stream.batch(step * self.shape.rows + share * self.shape.micro_rows, self.shape.micro_rows)
+        """This rank's micro-batch ``micro`` of step ``step``, and its ``first_row`` in the stream; moves nothing."""
+        first = self._first_row(step, self.shape.rank, micro)
+        return {**self.stream.batch(first, self.shape.micro_rows), "first_row": first}
+
+    def shares(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """(rank, micro-batch, first row) of all micro-batches of the step that reads ``row`` of the stream."""
+        for rank in range(self.shape.world):
+            for micro in range(self.shape.accumulate):
+                yield rank, micro, self._first_row(row // self.shape.rows, rank, micro)
+
+    def _first_row(self, step: int, rank: int, micro: int) -> int:
+        return step * self.shape.rows + (rank * self.shape.accumulate + micro) * self.shape.micro_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands and what it reads; plain types, equal on every rank."""

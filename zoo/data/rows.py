@@ -177,7 +177,7 @@ class TextStream:
             "seq_len": seq_len,
             "doc_mask": layout.doc_mask,
         }
-        self._epoch: tuple[int, Rows, np.ndarray] | None = None
+        self._epoch: tuple[int, Rows, np.ndarray, np.ndarray] | None = None
 
     def trace(self, first: int, count: int) -> bytes:
         """Input ids of rows ``first`` to ``first + count``."""
@@ -187,19 +187,29 @@ class TextStream:
         """The same rows as a batch."""
         return make_batch(self._parts(first, count), self.layout)
 
+    def documents(self, first: int, count: int) -> np.ndarray:
+        """The documents that the same rows hold parts of, by their numbers in the split, sorted."""
+        found = []
+        for epoch, begin, end in by_epoch(first, count, self.epoch_rows):
+            rows, order, documents = self._shuffled(epoch)
+            found.append(documents[rows.documents(order[begin:end])].ravel())
+        return np.unique(np.concatenate(found))
+
     def _parts(self, first: int, count: int) -> list[tuple[Rows, np.ndarray]]:
         parts = []
         for epoch, begin, end in by_epoch(first, count, self.epoch_rows):
-            rows, order = self._shuffled(epoch)
+            rows, order, _ = self._shuffled(epoch)
             parts.append((rows, order[begin:end]))
         return parts
 
-    def _shuffled(self, epoch: int) -> tuple[Rows, np.ndarray]:
+    def _shuffled(self, epoch: int) -> tuple[Rows, np.ndarray, np.ndarray]:
+        """The rows of an epoch, their order, and the order of the documents in them."""
         if self._epoch is None or self._epoch[0] != epoch:
             random = np.random.default_rng(np.random.SeedSequence(self.data_seed, spawn_key=(epoch,)))
-            rows = lay_out(self.split, self.seq_len, order=random.permutation(self.split.documents))
-            self._epoch = (epoch, rows, random.permutation(self.epoch_rows))
-        return self._epoch[1], self._epoch[2]
+            documents = random.permutation(self.split.documents)
+            rows = lay_out(self.split, self.seq_len, order=documents)
+            self._epoch = (epoch, rows, random.permutation(self.epoch_rows), documents)
+        return self._epoch[1:]
 
 
 def by_epoch(first: int, count: int, epoch_rows: int) -> Iterator[tuple[int, int, int]]:

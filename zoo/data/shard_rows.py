@@ -123,6 +123,10 @@ class ShardStream:
         """The same rows as a batch."""
         return make_batch(self._parts(first, count), self.layout)
 
+    def documents(self, first: int, count: int) -> np.ndarray:
+        """The documents that the same rows hold parts of, by their numbers in the split, sorted."""
+        return np.unique(np.concatenate([rows.documents(which).ravel() for rows, which in self._parts(first, count)]))
+
     def _parts(self, first: int, count: int) -> list[tuple[ShardRows, np.ndarray]]:
         parts = []
         for epoch, begin, end in by_epoch(first, count, self.epoch_rows):
