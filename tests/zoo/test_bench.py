@@ -74,6 +74,7 @@ def test_names_are_unique_and_without_a_choice_everything_but_the_long_curve_run
 def test_every_op_runs_small_on_a_cpu_and_is_written_down(without_gpu, capsys, tmp_path):
     out, page = tmp_path / "figures.json", tmp_path / "table.md"
     names = ["gdn-b8", "m2-b8-steps", "conv-6144", "norm-128", "full-b8", "window-packed", "step-64"]
+    names += ["m1-b8"]
     assert bench("--case", *names, "--out", str(out), "--markdown", str(page)) == 0
     said = capsys.readouterr().out
     assert "these figures say that the command works, and nothing of kernels" in said.replace("\n", " ")
@@ -298,11 +299,13 @@ def test_a_result_that_is_not_finite_is_a_failure_of_ours(monkeypatch):
 @pytest.mark.gpu
 def test_small_cases_of_ours_run_on_a_gpu_and_compile_nothing_twice(tmp_path):
     device = torch.device("cuda")
-    for case in (BY_NAME["gdn-b8"], BY_NAME["conv-6144"], BY_NAME["norm-128"], BY_NAME["step-64"]):
+    for case in map(BY_NAME.get, ("gdn-b8", "conv-6144", "norm-128", "m1-b8", "step-64")):
         small = case.checked()
         for _ in range(2):
             (row, *_) = measure(small, device, standard_dtype(device), peers=False, repeats=3)
             assert not row.reason
             assert row.forward.clock == "CUDA events"
             assert row.extra_bytes > 0
+            assert (row.replay is not None) == (case.graphed or case.in_place)
+            assert (row.replay_both is not None) == case.graphed
         assert row.first.compiled == 0

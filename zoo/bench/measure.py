@@ -33,7 +33,7 @@ class Measurement:
         peer: whether it is somebody else's.
         reason: why nothing, or not all, was measured; empty where all was.
         forward, both: of the forward without gradients, and of forward and backward together.
-        replay: of a CUDA graph of the forward.
+        replay, replay_both: of CUDA graphs of the same, where the case has them: the device's time without the host's.
         extra_bytes: the peak above the inputs in forward and backward together, outputs and gradients included.
         work, work_both: the least that must be moved and computed.
         difference: of y from ours, relative, at both ends of the first row; None for the first of ours, and where calls
@@ -48,6 +48,7 @@ class Measurement:
     forward: Timing | None = None
     both: Timing | None = None
     replay: Timing | None = None
+    replay_both: Timing | None = None
     extra_bytes: int | None = None
     work: Work | None = None
     work_both: Work | None = None
@@ -106,6 +107,7 @@ def _measured(
     """One line of the table, and both ends of its output."""
     work, backward_work = case.work(dtype)
     facts: dict[str, Any] = {"work": work}
+    graphed = device.type == "cuda" and (case.in_place or case.graphed)
     ends = None
     chosen: list[str] = []
     try:
@@ -123,11 +125,14 @@ def _measured(
             raise ArithmeticError("y holds numbers that are not finite")
         with torch.no_grad():
             facts["forward"] = time_call(call, device, repeats)
-            if case.in_place and device.type == "cuda":
+            if graphed:
                 facts["replay"] = time_call(captured(call, device), device, repeats)
         if case.backward:
             facts["work_both"] = work + backward_work
             facts["both"] = time_call(lambda: trained(call, leaves, upstream), device, repeats)
+            if graphed:
+                step = captured(lambda: trained(call, leaves, upstream), device)
+                facts["replay_both"] = time_call(step, device, repeats)
             facts["extra_bytes"] = extra_bytes(lambda: trained(call, leaves, upstream), device)
         else:
             with torch.no_grad():

@@ -26,8 +26,8 @@ class Case:
         name: unique; ``--case`` takes it.
         op: the op's name, as ``--op`` takes it.
         backward: whether forward and backward together are measured too.
-        in_place: whether the call changes its inputs, as a decode step does; then a replay of a CUDA graph is timed
-            too.
+        in_place: whether the call changes its inputs, as a decode step does.
+        graphed: whether it is so short that the host may be in the way; then replays of CUDA graphs are timed too.
         witness: the backend that computes the truth from float64 inputs.
     """
 
@@ -35,6 +35,7 @@ class Case:
     op: ClassVar[str]
     backward: ClassVar[bool] = True
     in_place: ClassVar[bool] = False
+    graphed: ClassVar[bool] = False
     witness: ClassVar[str] = "torch"
 
     @property
@@ -298,6 +299,7 @@ class ConvCase(Case):
     C: int
     W: int
     op: ClassVar[str] = "short_conv"
+    graphed: ClassVar[bool] = True
 
     @property
     def shape(self) -> str:
@@ -332,6 +334,7 @@ class NormCase(Case):
     rows: int
     D: int
     op: ClassVar[str] = "gated_rms_norm"
+    graphed: ClassVar[bool] = True
 
     @property
     def shape(self) -> str:
@@ -359,6 +362,48 @@ class NormCase(Case):
 
     def checked(self) -> NormCase:
         return replace(self, rows=min(self.rows, 1000))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectiveCase(Case):
+    """Mamba's selective scan: E channels, each with a state of K numbers."""
+
+    B: int
+    T: int
+    E: int
+    K: int
+    op: ClassVar[str] = "selective_scan"
+    witness: ClassVar[str] = "chunked"
+
+    @property
+    def shape(self) -> str:
+        return f"B{self.B} T{self.T} E{self.E} K{self.K}, skip"
+
+    def draw(self, device: torch.device, dtype: torch.dtype) -> Inputs:
+        x, raw = torch.randn(2, self.B, self.T, self.E, device=device).unbind(0)
+        b, c = torch.randn(2, self.B, self.T, self.K, device=device).unbind(0)
+        rates = -torch.arange(1.0, self.K + 1, device=device).expand(self.E, self.K)
+        exact = {"dt": F.softplus(raw - 4), "A": rates, "D": torch.ones(self.E, device=device)}
+        # The steps as a mixer makes them: in fp32, or as exact as the rest.
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        learn = {name: _leaf(tensor, wide) for name, tensor in exact.items()}
+        return {"x": _leaf(x, dtype), "B": _leaf(b, dtype), "C": _leaf(c, dtype), **learn}
+
+    def bind(self, inputs: Inputs, backend: str | None) -> Callable[[], Tensor]:
+        from zoo_kernels.selective import selective_scan
+
+        return lambda: selective_scan(**inputs, return_state=False, backend=backend)
+
+    def work(self, dtype: torch.dtype) -> tuple[Work, Work]:
+        one, step = self.B * self.T * self.E * dtype.itemsize, self.B * self.T * self.E * 4
+        # x, dt and y; then x, dt, dy, dx and the gradient of dt. No matrix product: all of it is elementwise.
+        return Work(2 * one + step, 0), Work(3 * one + 2 * step, 0)
+
+    def small(self) -> SelectiveCase:
+        return replace(self, B=1, T=20, E=16)
+
+    def checked(self) -> SelectiveCase:
+        return replace(self, B=min(self.B, 2), T=min(self.T, 500), E=min(self.E, 256))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +511,7 @@ def _cases() -> tuple[Case, ...]:
         ConvCase(name="conv-6144", B=8, T=4096, C=6144, W=4),
         NormCase(name="norm-128", rows=8 * 4096 * 16, D=128),
         NormCase(name="norm-2048", rows=32768, D=2048),
+        SelectiveCase(name="m1-b8", B=8, T=4096, E=4096, K=16),
         AttentionCase(name="full-b8", B=8, T=4096, H=16, HK=16, D=128),
         AttentionCase(name="window-b8", B=8, T=4096, H=16, HK=16, D=128, window=2048),
         AttentionCase(name="window-packed", B=1, T=32768, H=16, HK=16, D=128, window=2048, documents=8),

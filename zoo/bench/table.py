@@ -93,7 +93,8 @@ def notes(report: Report) -> list[str]:
         "of memory in forward and backward, above the inputs, outputs and gradients included.",
         "TB/s and TFLOP/s are of the least work: each input read and each output written once, and the products of the "
         "chunkwise form; what a kernel moves or computes beyond that counts for nothing. Of roofline: the least time "
-        "for it at the ceilings, as a share of the time taken.",
+        "for it at the ceilings, as a share of the time taken. Where a CUDA graph was replayed, both are of that: the "
+        "device's time, without what the host takes to launch a short call.",
         "Ours : peer is our time over theirs; below 1 we are faster. Differs: y against ours, relative, at both ends "
         "of the first row.",
     ]
@@ -117,6 +118,7 @@ def cells(report: Report) -> list[list[str]]:
     found = []
     for index, row in enumerate(report.rows):
         fresh = index == 0 or report.rows[index - 1].case != row.case
+        forward, both = row.replay or row.forward, row.replay_both or row.both
         found.append(
             [
                 f"{row.case.name}\n{row.case.shape}" if fresh else "",
@@ -124,13 +126,13 @@ def cells(report: Report) -> list[list[str]]:
                 NOTHING if row.first is None else f"{row.first.seconds:.1f}",
                 NOTHING if row.first is None or row.first.compiled is None else _compiled(row),
                 _ms(row.forward) + (f" (graph {_ms(row.replay)})" if row.replay else ""),
-                _ms(row.both),
+                _ms(row.both) + (f" (graph {_ms(row.replay_both)})" if row.replay_both else ""),
                 NOTHING if row.extra_bytes is None else f"{row.extra_bytes / 2**30:.2f}",
-                _pair(_rate(row.work, "bytes", row.forward), _rate(row.work_both, "bytes", row.both), "{:.2f}"),
-                _pair(_rate(row.work, "flops", row.forward), _rate(row.work_both, "flops", row.both), "{:.0f}"),
+                _pair(_rate(row.work, "bytes", forward), _rate(row.work_both, "bytes", both), "{:.2f}"),
+                _pair(_rate(row.work, "flops", forward), _rate(row.work_both, "flops", both), "{:.0f}"),
                 _pair(
-                    _share(report.ceilings, row.work, row.forward),
-                    _share(report.ceilings, row.work_both, row.both),
+                    _share(report.ceilings, row.work, forward),
+                    _share(report.ceilings, row.work_both, both),
                     "{:.0%}",
                 ),
                 _pair(*ratios(report.rows, row), "{:.2f}"),
