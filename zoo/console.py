@@ -70,7 +70,7 @@ class Lines:
         """It has made a step."""
         if whole <= 0 or done * _LINES // whole == (done - 1) * _LINES // whole:
             return
-        print(f"  step {done} of {whole}{_figures(figures())}", flush=True)
+        print(f"  step {done} of {whole}{figure_words(figures())}", flush=True)
 
     def end(self, status: str, score: str, *, before: bool) -> None:
         """It is over."""
@@ -123,8 +123,8 @@ class LiveRuns:
         self._look = now
         a_step = (now - self._begun) / (done - self._first)
         waiting = len(self._rows) - self._now - 1
-        self._left = f"about {_clock(a_step * (whole - done + waiting * whole))} left"
-        self._rows[self._now][1:] = [f"{done / whole:.0%}", _figures(figures()).removeprefix(", ")]
+        self._left = f"about {clock_words(a_step * (whole - done + waiting * whole))} left"
+        self._rows[self._now][1:] = [f"{done / whole:.0%}", figure_words(figures()).removeprefix(", ")]
         self._show()
 
     def end(self, status: str, score: str, *, before: bool) -> None:
@@ -142,7 +142,7 @@ class LiveRuns:
         self._live.update(table, refresh=True)
 
 
-def _figures(logged: dict[str, float]) -> str:
+def figure_words(logged: dict[str, float]) -> str:
     """``, loss 1.234, val bits/byte 2.345, 9,876 tokens/s``: those that are there."""
     names = (("loss", "train/loss"), ("val bits/byte", "val/bpb"))
     parts = [f"{name} {logged[key]:.3f}" for name, key in names if key in logged]
@@ -150,7 +150,8 @@ def _figures(logged: dict[str, float]) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _clock(seconds: float) -> str:
+def clock_words(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -292,7 +292,8 @@ def _scan_operands(draw: torch.Generator) -> dict[str, Tensor]:
 
 
 def _scan(operands: dict[str, Tensor], backend: str | None) -> dict[str, Tensor]:
-    y, last_state = selective_scan(**operands, backend=backend)
+    x, dt, A, B, C, D = (operands[name] for name in ("x", "dt", "A", "B", "C", "D"))
+    y, last_state = selective_scan(x, dt, A, B, C, D, backend=backend)
     return {"y": y, "last_state": last_state}
 
 

@@ -10,6 +10,8 @@ from zoo.plot import Chart, chart_svg
 
 _MARKS = str.maketrans({mark: f"\\{mark}" for mark in "|*<"})
 
+SHORT = 20  # letters of a cell that is not broken over lines
+
 STYLE = """
 :root { color-scheme: light dark;
   --ink: #1a1a1a; --paper: #ffffff; --soft: #595959; --line: #d5d5d5; --stripe: #f5f5f5; }
@@ -29,9 +31,11 @@ th, td { padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; border-b
 th { color: var(--soft); font-weight: 600; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 th.number { white-space: normal; }
+td.short { white-space: nowrap; }
 td.name { font-weight: 600; white-space: nowrap; }
 tbody tr:nth-child(even) { background: var(--stripe); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
+.charts { display: grid; margin-top: 1rem; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; max-width: 36rem; min-width: 0; }
 figcaption { color: var(--soft); font-size: 0.875rem; }
 svg { display: block; width: 100%; height: auto; }
@@ -92,6 +96,7 @@ def _html_section(section: Section) -> str:
 def _html_table(title: str, table: Table) -> str:
     def cell(tag: str, text: str, column: int) -> str:
         kind = "number" if not table.columns[column][1] else "name" if column == 0 and tag == "td" else ""
+        kind = kind or ("short" if tag == "td" and len(text) <= SHORT else "")
         return f"<{tag}" + (f' class="{kind}"' if kind else "") + f">{escape(text)}</{tag}>"
 
     head = "".join(cell("th", name, column) for column, (name, _) in enumerate(table.columns))

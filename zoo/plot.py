@@ -6,7 +6,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 UNITS = {"bpb": "bits/byte", "loss": "nats/label"}
-LEVELS = {"unigram": "unigram entropy", "bigram": "given the token before"}
 # Stands for the page's own text colour in an SVG; no drawn colour is this one.
 _INK = "#010203"
 
@@ -61,6 +60,7 @@ class Chart:
         lines: one an arm; none where there is a grid.
         levels: dashed lines across, by name.
         log: the x axis is logarithmic.
+        ticks: it has a tick at every point, and no others; for few points, the same of every line.
         grid: cells in colour, with their figures, instead of lines.
     """
 
@@ -71,6 +71,7 @@ class Chart:
     lines: tuple[Line, ...]
     levels: Mapping[str, float] = field(default_factory=dict)
     log: bool = False
+    ticks: bool = False
     grid: Grid | None = None
 
 
@@ -143,10 +144,15 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    if chart.ticks:
+        places = sorted({x for line in chart.lines for x, _ in line.points})
+        axes.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     # Above the axes, where it hides nothing.
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, fontsize=9)
+    columns = 2 if max(len(line.name) for line in chart.lines) <= 26 else 1
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, fontsize=9)
     return figure
 
 
@@ -210,68 +216,3 @@ def draw_by_length(
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.supxlabel(note, fontsize=7, color="#444444", wrap=True)
     figure.savefig(path)
-
-
-# ------------------------------------------------------------------------------------------------- of a comparison
-def curve_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """The validation score against tokens, training FLOPs and training seconds."""
-    score = f"validation {UNITS[content['metric']]}"
-    levels = {LEVELS[name]: bits for name, bits in content["entropies"].items()}
-    arms = [arm for arm in content["arms"] if arm["n"]]
-    scales: dict[tuple[str, str], Callable[[Mapping[str, Any]], float]] = {
-        ("curves", "training tokens"): lambda arm: 1.0,
-        ("flops", "training FLOPs"): lambda arm: 3 * arm["flops"]["per_token_forward"],
-    }
-    if all(arm["tokens_per_second"] for arm in arms):
-        scales["seconds", "training seconds"] = lambda arm: 1 / arm["tokens_per_second"]
-    if not arms:
-        return ()
-    return tuple(
-        Chart(name, f"Score against {xlabel}", xlabel, score, tuple(_curve(arm, scale(arm)) for arm in arms), levels)
-        for (name, xlabel), scale in scales.items()
-    )
-
-
-def _curve(arm: Mapping[str, Any], scale: float) -> Line:
-    """The mean over seeds, and the range between the lowest and the highest."""
-    finished = [run["curve"] for run in arm["runs"] if run["status"] == "finished"]
-    curves = [{tokens: value for tokens, value in curve if value is not None} for curve in finished]
-    shared = sorted(set.intersection(*(set(curve) for curve in curves)))
-    values = [[curve[tokens] for curve in curves] for tokens in shared]
-    points = tuple((tokens * scale, math.fsum(at) / len(at)) for tokens, at in zip(shared, values))
-    return Line(arm["name"], points, tuple((min(at), max(at)) for at in values) if len(curves) > 1 else ())
-
-
-def cost_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """The final score against state bytes and parameters."""
-    context = content["contexts"][0]
-    score = f"validation {UNITS[content['metric']]}"
-
-    def chart(name: str, xlabel: str, cost: Any, log: bool) -> Chart:
-        lines = []
-        for arm in (arm for arm in content["arms"] if arm["n"]):
-            half = arm["half_interval"]
-            band = () if half is None else ((arm["mean"] - half, arm["mean"] + half),)
-            lines.append(Line(arm["name"], ((cost(arm), arm["mean"]),), band))
-        return Chart(name, f"Score against {xlabel}", xlabel, score, tuple(lines), log=log)
-
-    return (
-        chart("state", f"state bytes at {context:,} tokens", lambda arm: arm["state_bytes"][str(context)], True),
-        chart("parameters", "parameters without embedding and head", lambda arm: arm["params"]["non_embedding"], False),
-    )
-
-
-def grid_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:
-    """Validation loss against the learning rate."""
-    lines = []
-    for arm in content["arms"]:
-        points = tuple(
-            (t["learning_rate"], t["loss"])
-            for t in sorted(arm["learning_rate_grid"], key=lambda trial: trial["factor"])
-            if t["status"] == "finished"
-        )
-        lines += [Line(arm["name"], points)] if points else []
-    if not lines:
-        return ()
-    label = "validation nats/label"
-    return (Chart("rates", "Loss against learning rate", "learning rate", label, tuple(lines), log=True),)

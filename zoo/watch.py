@@ -132,8 +132,8 @@ def _finite(tensor: Tensor) -> bool:
 class SaveOnSignal(Callback):
     """At SIGTERM, finish the step, save ``last.ckpt``, and end with 143; any rank's signal stops all of them.
 
-    A validation under way is given up. Schedulers send the signal some seconds before they kill. A run that comes to its
-    end is saved too, where its last step is none that is saved anyhow.
+    A validation under way is given up. Schedulers send the signal some seconds before they kill. A run that comes to
+    its end is saved too, where its last step is none that is saved anyhow.
     """
 
     def __init__(self) -> None:

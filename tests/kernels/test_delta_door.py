@@ -104,8 +104,7 @@ REFUSED = {
     ),
     "a state of another dtype": (
         {"initial_state": half((B, HV, K, V))},
-        r"initial_state is torch.bfloat16, but states are kept in torch.float32 where q, k and v are torch.float32; "
-        r"cast",
+        r"initial_state is torch.bfloat16, but states are kept in torch.float32 where v is torch.float32; cast",
     ),
     "a state on another device": (
         {"initial_state": torch.zeros(B, HV, K, V, device="meta")},

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from zoo.cli import VERBS, main
-from zoo.compare import make_plan
+from zoo.comparison.plan import make_plan
 from zoo.errors import UserError
 from zoo.recipe import ZooCLI
 from zoo.run import Budget, read_metrics

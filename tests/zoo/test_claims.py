@@ -13,10 +13,11 @@ from zoo.claims import claim, free, table
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
-from zoo.claims.run import NO_GPU, Allowance, Pace, Trial, plan_of
+from zoo.claims.run import NO_GPU, Trial, plan_of
 from zoo.cli import main
-from zoo.compare import Entry, Reading, instantiate, make_plan
-from zoo.compare_run import run_plan
+from zoo.comparison.pace import Allowance, Pace
+from zoo.comparison.plan import Entry, Reading, instantiate, make_plan
+from zoo.comparison.run import run_plan
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.plot import chart_svg, draw_chart

@@ -11,7 +11,7 @@ from zoo.architecture import settle
 from zoo.budget import match_parameters, non_embedding
 from zoo.checkpoint import load_model
 from zoo.cli import main
-from zoo.compare import instantiate
+from zoo.comparison.arm import instantiate
 from zoo.errors import UserError
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 

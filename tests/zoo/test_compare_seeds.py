@@ -11,10 +11,11 @@ import yaml
 from rich.console import Console
 
 from zoo.cli import Parser, main
-from zoo.compare import instantiate, make_plan
+from zoo.comparison.arm import instantiate
+from zoo.comparison.intervals import compare_pair, interval, t_quantile
+from zoo.comparison.plan import make_plan
 from zoo.console import LiveRuns
 from zoo.module import HybridLMModule
-from zoo.report import compare_pair, interval, t_quantile
 from zoo.verbs import compare as verb
 
 
@@ -219,7 +220,7 @@ def test_a_file_says_what_words_say(spec, compare, tmp_path):
         ({"arms": ["GA"], "seeds": 0}, "0 seeds train nothing"),
         ({"arms": ["GA"], "seeds": [1, 1]}, "each once"),
         ({"arms": ["GA"], "seeds": "three"}, "give how many"),
-        ({"arms": ["GA"], "held": "flops"}, "held is 'flops'"),
+        ({"arms": ["GA"], "held": "seconds"}, "'seconds' cannot be held equal"),
         ({"arms": ["GA"], "budget": 5}, "budget is 5"),
         ({"arms": [{"pattern": "GA", "preset": "gdn"}]}, "exactly one of"),
         ({"arms": [{"pattern": "GA", "sets": {}}]}, "unknown key 'arms: sets'"),

@@ -9,7 +9,7 @@ import yaml
 
 from zoo.architecture import settle
 from zoo.cli import VERBS, Verb, main
-from zoo.compare import instantiate
+from zoo.comparison.plan import instantiate
 from zoo.errors import UserError
 from zoo.knobs import default_size, knob, nearest_depth, spelt_out
 from zoo.ledger import cost

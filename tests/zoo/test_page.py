@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from zoo.cli import main
+from zoo.comparison.measure import measure_arms
+from zoo.comparison.plan import make_plan
+from zoo.comparison.report import collect, text_entropies, write_report
+from zoo.comparison.run import run_plan
 from zoo.page import Section, Table, to_html, to_markdown
 from zoo.plot import COLOURS, Chart, Line, chart_svg, draw_chart
 
@@ -28,8 +31,23 @@ CHART = Chart(
     ),
     {"unigram entropy": 4.5},
 )
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH; .ci/run installs one")
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on PATH; on Debian: apt-get install chromium-headless-shell, as .ci/run does"
+)
+
+
+CHARTS = [
+    "Score against training tokens",
+    "Score against training FLOPs",
+    "Score against training seconds",
+    "Score against state bytes at 4,096 tokens",
+    "Score against parameters without embedding and head",
+    "Score against the length of rows",
+    "Loss against position",
+    "Throughput against context",
+]
 
 
 class Reader(HTMLParser):
@@ -62,16 +80,17 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A comparison of two arms and two seeds, trained for a few steps."""
+    """A comparison of two arms and two seeds, trained for a few steps, with longer rows and timed steps."""
     root = tmp_path_factory.mktemp("page")
     small = {"model.n_layers": 2, "model.d_model": 32, "model.d_ff": 32, "model.mixers.GDN.head_dim": 16}
     small |= {"budget.tokens": 2560, "budget.batch_tokens": 256, "model.lr_scheduler.init_args.warmup_steps": 2}
     small |= {"trainer.val_check_interval": 5, "data.init_args.source": "excerpt", "data.init_args.val_tokens": 1024}
-    words = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["zoo"])
-        words += ["--recipe", str(RECIPE), "--out", str(root / "out"), "--tol", "3%", "--seeds", "2"]
-        assert main(["compare", "GA", "GDN,SWA", *words]) == 0
+    words = [f"--{key}={value}" for key, value in small.items()]
+    options = {"tolerance": 0.03, "seeds": 2, "contexts": (4096, 512), "factors": (1, 2), "leave_out": True}
+    plan = make_plan(["GA", "GDN,SWA", "GA/none"], RECIPE, overrides=words, **options)
+    outcome = run_plan(plan, root / "out")
+    content = collect(plan, outcome, text_entropies(plan), "zoo compare", measure_arms(plan, root / "out"))
+    write_report(content, root / "out")
     return root / "out"
 
 
@@ -122,16 +141,12 @@ def test_the_page_fetches_nothing_and_holds_every_chart_and_table(folder):
     assert "<script" not in page
     assert "url(http" not in page
     assert "@import" not in page
-    assert re.findall(r'<svg role="img" aria-label="Score against ([^:]+):', page) == [
-        "training tokens",
-        "training FLOPs",
-        "training seconds",
-        "state bytes at 4,096 tokens",
-        "parameters without embedding and head",
-    ]
+    assert re.findall(r'<svg role="img" aria-label="([^:]+):', page) == CHARTS
     assert "prefers-color-scheme: dark" in page
-    for title in ("What was held equal", "Results", "By context", "Conditions", "Layers of GA", "Runs", "Provenance"):
+    titles = ("What was held equal", "Results", "Rows longer than in training", "Loss by position", "By context")
+    for title in (*titles, "Measured by context", "Conditions", "Layers of GA", "Runs", "Provenance"):
         assert f"<h2>{title}</h2>" in page
+    assert "left out: cannot be sized to the budget" in page
 
 
 def test_page_and_markdown_show_the_numbers_of_the_json(folder):
@@ -157,7 +172,7 @@ def test_page_and_markdown_show_the_numbers_of_the_json(folder):
 def test_the_report_is_written_anew_from_its_json_alone(folder, capsys):
     before = (folder / "report.html").read_text(encoding="utf-8")
     (folder / "report.html").unlink()
-    assert main(["compare", "--report-only", str(folder)]) == 0
+    assert main(["compare", "--report-only", str(folder)]) == 1, "an arm is left out"
     assert (folder / "report.html").read_text(encoding="utf-8") == before
     assert main(["compare", "--report-only", str(folder / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
@@ -170,6 +185,11 @@ addEventListener("load", () => {
   const drawn = [...document.querySelectorAll("svg")].filter(svg => svg.getBBox().width > 50).length;
   const body = document.body.dataset;
   body.drawn = drawn; body.width = document.documentElement.scrollWidth; body.window = innerWidth;
+  const cut = [...document.querySelectorAll("svg text")].filter(text => {
+    const own = text.getBoundingClientRect(), edge = text.ownerSVGElement.getBoundingClientRect();
+    return own.left < edge.left - 1 || own.right > edge.right + 1 || own.bottom > edge.bottom + 1;
+  });
+  body.cut = cut.map(text => text.textContent).join("; ");
   body.paper = getComputedStyle(document.body).backgroundColor;
 });
 </script></body>"""
@@ -199,7 +219,17 @@ def seen(folder, tmp_path, *flags):
 def test_a_browser_draws_every_chart_without_errors_and_without_scrolling_sideways(folder, tmp_path, dark):
     body = seen(folder, tmp_path, *(["--blink-settings=preferredColorScheme=0"] if dark else []))
     assert "errors" not in body
-    assert int(body["drawn"]) == 5
+    assert int(body["drawn"]) == len(CHARTS)
+    assert body["cut"] == "", "text of a chart that its edge cuts"
     assert int(body["window"]) == 390
     assert int(body["width"]) <= 390
     assert body["paper"] == ("rgb(22, 22, 22)" if dark else "rgb(255, 255, 255)")
+
+
+@needs_chromium
+def test_long_names_of_arms_are_not_cut(tmp_path):
+    names = [f"M2,GDN:heads=6,SWA:heads=2:window={64 * (n + 1)}" for n in range(4)]
+    chart = Chart("long", "t", "x", "y", tuple(Line(name, ((1.0, 2.0), (2.0, 1.0))) for name in names))
+    (tmp_path / "report.html").write_text(to_html("t", [Section("s", charts=[chart])]), encoding="utf-8")
+    body = seen(tmp_path, tmp_path)
+    assert (body["drawn"], body["cut"]) == ("1", "")

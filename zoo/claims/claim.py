@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zoo.claims.judge import Finding, Rule
-from zoo.compare import Entry, Reading
+from zoo.comparison.plan import Entry, Reading
 from zoo.errors import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,10 +12,10 @@ from typing import Any
 from zoo.claims.claim import Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, figure
 from zoo.claims.run import Judged, Outcome, Trial
-from zoo.compare_run import finite, write_json
+from zoo.comparison.report import versions
+from zoo.comparison.run import finite, write_json
 from zoo.page import Section, Table, to_markdown
 from zoo.plot import Chart, Grid, Line, draw_chart
-from zoo.report import versions
 
 SCHEMA = 1  # of claims.json
 SLOW = 2  # times the stated seconds, and a claim is called over its time

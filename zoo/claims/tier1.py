@@ -5,7 +5,7 @@ from __future__ import annotations
 from zoo.claims import free
 from zoo.claims.claim import SOURCES, Claim, Experiment
 from zoo.claims.judge import Bound, Margin, Under
-from zoo.compare import Entry, Reading
+from zoo.comparison.plan import Entry, Reading
 
 _TWO_LAYERS = ("--model.n_layers=2",)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zoo.claims.claim import SOURCES, Claim, Experiment
 from zoo.claims.judge import Bound, Margin, NearBest, Solved
-from zoo.compare import Entry, Reading
+from zoo.comparison.plan import Entry, Reading
 
 MAD = "Poli et al. 2024, arXiv:2403.17844; DeltaNet's table, arXiv:2406.06484"
 SOME = 0.01  # a lead at all: two arms at chance are equal, which is no claim

@@ -14,21 +14,25 @@ from zoo.errors import UserError
 from zoo.names import near
 
 if TYPE_CHECKING:
-    from zoo.compare import Entry
+    from zoo.comparison.pace import Allowance
+    from zoo.comparison.plan import Entry, Plan
+    from zoo.comparison.run import Outcome
 
 KEYS = ("recipe", "arms", "budget", "held", "tolerance", "seeds", "learning_rates", "contexts", "allow", "set", "out")
-ARM_KEYS = ("pattern", "preset", "recipe", "name", "set")
+ARM_KEYS = ("pattern", "preset", "recipe", "name", "set", "free")
 # Options that a SPEC.yaml says itself, and their words on the command line.
-IN_A_SPEC = {"recipe": "--recipe", "tol": "--tol", "context": "--context", "seeds": "--seeds", "rates": "--rates"}
+IN_A_SPEC = {"recipe": "--recipe", "by": "--by", "tol": "--tol", "context": "--context", "seeds": "--seeds"}
+IN_A_SPEC |= {"rates": "--rates"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What shall be compared, read from either form; ``zoo.compare.make_plan`` checks the values."""
+    """What shall be compared, read from either form; ``zoo.comparison.plan.make_plan`` checks the values."""
 
     arms: list[str | Entry]
     recipe: Path
     overrides: list[str]
+    by: str
     tolerance: float
     contexts: list[int]
     seeds: int | list[int]
@@ -53,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FACTORS",
         help="factors on the recipe's learning rate that every arm tries, such as 0.5,1,2; default: none is tried",
     )
-    parser.add_argument("--tol", metavar="SHARE", help="how far parameters may differ (default 1%%)")
+    parser.add_argument("--by", metavar="WHAT", help="what is held besides tokens: params (default), flops or state")
+    parser.add_argument("--tol", metavar="SHARE", help="how far what is held may be off (default 1%%)")
     parser.add_argument(
         "--context", metavar="T", help="tokens at which the decode state is counted, or several: 4096,32768"
     )
@@ -72,47 +77,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a recipe setting for all arms, such as --set budget.tokens=100000; may be repeated",
     )
     parser.add_argument(
+        "--lengths", metavar="FACTORS", help="also validate on rows of so many times the training length, such as 1,2,4"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="also time a few training steps of every arm at every --context"
+    )
+    parser.add_argument(
+        "--devices", metavar="LIST", help="runs side by side, one process a GPU: 0,1,2,3; cpu is one too"
+    )
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no run that would not be over by then")
+    parser.add_argument(
         "--report-only", metavar="FOLDER", help="write the report of a finished comparison anew, from its results.json"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the arms, print the table, write the report. Exits with 1 if an arm failed or is out of its budget."""
+    """Run the arms, print the table, write the report. Exits with 1 if an arm failed, or has no place in the budget."""
     if args.report_only is not None:
         return _report_only(args)
     request = read_request(args)
-    from zoo.compare import make_plan
-    from zoo.compare_run import run_plan
-    from zoo.console import watch_runs
+    from zoo.comparison.measure import measure_arms, read_measured
+    from zoo.comparison.pace import Allowance
+    from zoo.comparison.plan import make_plan
+    from zoo.comparison.report import collect, text_entropies
     from zoo.recipe import quiet, stop_status
-    from zoo.report import collect, text_entropies
 
     quiet(greetings=False)
+    allowance = Allowance(args.minutes)
     plan = make_plan(
         request.arms,
         request.recipe,
         overrides=request.overrides,
+        by=request.by,
         tolerance=request.tolerance,
         contexts=request.contexts,
         seeds=request.seeds,
         rates=request.rates,
         allow=request.allow,
+        factors=_numbers("--lengths", args.lengths, int) if args.lengths is not None else (),
+        leave_out=True,
     )
     print(plan.held)
+    for arm in plan.left_out:
+        print(f"{arm.text} is left out: it {arm.reason}")
     entropies = text_entropies(plan)
     try:
-        with watch_runs() as watch:
-            outcome = run_plan(plan, request.out, watch=watch)
+        outcome = _run(plan, request.out, args.devices, allowance)
     except SystemExit as stop:
         status = stop_status(stop)
         if status is None:
             raise
         return status
-    return _report(collect(plan, outcome, entropies, _command(args)), request.out)
+    measured = (measure_arms if args.measure else read_measured)(plan, request.out)
+    return _report(collect(plan, outcome, entropies, _command(args), measured), request.out)
+
+
+def _run(plan: Plan, out: Path, devices: str | None, allowance: Allowance) -> Outcome:
+    from zoo.comparison.pace import Pace
+    from zoo.comparison.run import longest_run, run_plan
+
+    before = longest_run(out)
+    if devices is not None:
+        from zoo.comparison.devices import read_devices, run_on_devices
+
+        return run_on_devices(plan, out, read_devices(devices), pace=lambda: Pace(allowance, before).admit)
+    from zoo.console import watch_runs
+
+    with watch_runs() as watch:
+        return run_plan(plan, out, watch=watch, admit=Pace(allowance, before).admit)
 
 
 def _report_only(args: argparse.Namespace) -> int:
-    from zoo.report import SCHEMA
+    from zoo.comparison.report import SCHEMA
 
     path = Path(args.report_only) / "results.json"
     try:
@@ -130,7 +166,7 @@ def _report_only(args: argparse.Namespace) -> int:
 
 
 def _report(content: Mapping[str, Any], out: Path) -> int:
-    from zoo.report import print_table, verdicts, write_report
+    from zoo.comparison.report import print_table, verdicts, write_report
 
     files = write_report(content, out)
     print()
@@ -146,6 +182,8 @@ def _command(args: argparse.Namespace) -> str:
     words = ["zoo", "compare", *args.arms]
     words += [f"{flag}={value}" for key, flag in IN_A_SPEC.items() if (value := getattr(args, key)) is not None]
     words += [word for name in args.allow for word in ("--allow", name)]
+    words += [f"--lengths={args.lengths}"] if args.lengths is not None else []
+    words += ["--measure"] if args.measure else []
     return shlex.join([*words, *(word for setting in args.set for word in ("--set", setting))])
 
 
@@ -170,6 +208,7 @@ def read_request(args: argparse.Namespace) -> Request:
         arms=list(args.arms),
         recipe=recipe,
         overrides=_settings(args.set),
+        by=args.by if args.by is not None else "params",
         tolerance=read_share(args.tol if args.tol is not None else "1%"),
         contexts=_numbers("--context", args.context if args.context is not None else "4096", int),
         seeds=args.seeds if args.seeds is not None else 1,
@@ -189,12 +228,6 @@ def _read_spec(args: argparse.Namespace) -> Request:
     for key in ("recipe", "arms"):
         if not spec.get(key):
             raise UserError(f"{path}: {key} is missing; a comparison has at least recipe and arms")
-    held = spec.get("held", "params")
-    if held != "params":
-        raise UserError(
-            f"{path}: held is '{held}', but a comparison sizes its arms by params; how far FLOPs and state "
-            "move then stands in the ledger"
-        )
     from zoo.ledger import read_share
 
     budget, seeds = spec.get("budget") or {}, spec.get("seeds", 1)
@@ -207,6 +240,7 @@ def _read_spec(args: argparse.Namespace) -> Request:
         arms=[_read_arm(path, arm) for arm in _listed(path, "arms", spec["arms"])],
         recipe=_beside(path, spec["recipe"]),
         overrides=[*shared, *_settings(args.set)],
+        by=str(spec.get("held", "params")),
         tolerance=read_share(str(spec.get("tolerance", "1%"))),
         contexts=_numbers(f"{path}: contexts", _listed(path, "contexts", spec.get("contexts", [4096])), int),
         seeds=_numbers(f"{path}: seeds", seeds, int) if isinstance(seeds, list) else seeds,
@@ -236,7 +270,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_arm(path: Path, arm: Any) -> Entry:
-    from zoo.compare import Entry
+    from zoo.comparison.plan import Entry
 
     if isinstance(arm, str):
         return Entry(str(_beside(path, arm))) if arm.endswith((".yaml", ".yml")) else Entry(arm)
@@ -246,7 +280,7 @@ def _read_arm(path: Path, arm: Any) -> Entry:
     if len(kinds) != 1:
         raise UserError(f"{path}: the arm {arm} must have exactly one of pattern, preset and recipe")
     text = str(_beside(path, arm["recipe"])) if kinds == ["recipe"] else str(arm[kinds[0]])
-    return Entry(text, arm.get("name"), tuple(_mapped(path, "set", arm.get("set"))))
+    return Entry(text, arm.get("name"), tuple(_mapped(path, "set", arm.get("set"))), arm.get("free"))
 
 
 def _beside(path: Path, name: Any) -> Path:

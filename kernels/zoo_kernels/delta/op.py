@@ -15,6 +15,7 @@ from zoo_kernels import device
 from zoo_kernels.backend import Backend
 from zoo_kernels.delta.call import DeltaCall, without_autocast
 from zoo_kernels.packing import Packing, as_packing
+from zoo_kernels.state import check_state
 
 OP = "delta_rule"
 CHUNKS = (16, 32, 64)
@@ -217,22 +218,9 @@ def _check_gates(q: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | 
 
 
 def _check_state(call: DeltaCall) -> None:
-    state = call.initial_state
-    if state is None:
-        return
-    if tuple(state.shape) != call.state_shape:
-        counted = "rows of the batch" if call.packing is None else "documents"
-        raise ValueError(
-            f"{OP}: initial_state is {list(state.shape)}, but {call.sequences} {counted}, {call.v.shape[2]} value "
-            f"heads, keys of {call.k.shape[3]} and values of {call.v.shape[3]} ask for [N, HV, K, V] = "
-            f"{list(call.state_shape)}"
-        )
-    if state.dtype != call.compute_dtype:
-        raise ValueError(
-            f"{OP}: initial_state is {state.dtype}, but states are kept in {call.compute_dtype} where q, k and v are "
-            f"{call.v.dtype}; cast it"
-        )
-    if state.device != call.v.device:
-        raise ValueError(
-            f"{OP}: initial_state is on {state.device}, but v is on {call.v.device}; move them to one device"
-        )
+    counted = "rows of the batch" if call.packing is None else "documents"
+    why = (
+        f"{call.sequences} {counted}, {call.v.shape[2]} value heads, keys of {call.k.shape[3]} and values of "
+        f"{call.v.shape[3]} ask for [N, HV, K, V]"
+    )
+    check_state(OP, call.initial_state, call.state_shape, why, call.compute_dtype, ("v", call.v))

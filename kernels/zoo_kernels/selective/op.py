@@ -15,6 +15,7 @@ from zoo_kernels.backend import Backend
 from zoo_kernels.delta.call import without_autocast
 from zoo_kernels.packing import Packing, as_packing
 from zoo_kernels.selective.call import SelectiveCall
+from zoo_kernels.state import check_state
 
 OP = "selective_scan"
 MAX_STATE = 256
@@ -183,21 +184,6 @@ def check_values(op: str, dt: Tensor, A: Tensor) -> None:
 
 
 def _check_state(call: SelectiveCall) -> None:
-    state = call.initial_state
-    if state is None:
-        return
-    if tuple(state.shape) != call.state_shape:
-        counted = "rows of the batch" if call.packing is None else "documents"
-        raise ValueError(
-            f"{OP}: initial_state is {list(state.shape)}, but {call.sequences} {counted}, states of {call.A.shape[1]} "
-            f"and {call.A.shape[0]} channels ask for [N, K, E] = {list(call.state_shape)}"
-        )
-    if state.dtype != call.compute_dtype:
-        raise ValueError(
-            f"{OP}: initial_state is {state.dtype}, but states are kept in {call.compute_dtype} where x is "
-            f"{call.x.dtype}; cast it"
-        )
-    if state.device != call.x.device:
-        raise ValueError(
-            f"{OP}: initial_state is on {state.device}, but x is on {call.x.device}; move them to one device"
-        )
+    counted = "rows of the batch" if call.packing is None else "documents"
+    why = f"{call.sequences} {counted}, states of {call.A.shape[1]} and {call.A.shape[0]} channels ask for [N, K, E]"
+    check_state(OP, call.initial_state, call.state_shape, why, call.compute_dtype, ("x", call.x))

@@ -1,8 +1,7 @@
-"""Arms under one budget: same tokens, same order, same schedule, parameters matched; each trained with every seed."""
+"""Arms under one budget: same tokens, same order, same schedule, one quantity matched; each trained with every seed."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from zoo.architecture import Architecture
-from zoo.budget import TOLERANCE, Match, match_parameters, non_embedding
-from zoo.data.document_data import DocumentData
+from zoo.budget import TOLERANCE
+from zoo.comparison.arm import Arm, ArmError, Entry, LeftOut, Target, conditions_of, instantiate, left_out, settle_arm
 from zoo.errors import UserError
+from zoo.ledger import check_held, cost
 from zoo.names import near
-from zoo.presets import preset, presets
 from zoo.recipe import ZooCLI
 
 # What must be the same in every arm unless the user allows it to differ; tokens always are.
@@ -24,73 +23,21 @@ LEARNING_RATE, WARM_UP = "model.optimizer.init_args.lr", "model.lr_scheduler.ini
 
 
 @dataclass(frozen=True)
-class Entry:
-    """An arm as the user names it.
-
-    Attributes:
-        text: a pattern, a preset's name, or a recipe's file (it ends in .yaml or .yml).
-        name: what tables call it; None: the text, or the file's name without its folder.
-        overrides: settings of this arm alone, as they would follow ``zoo fit``.
-    """
-
-    text: str
-    name: str | None = None
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def title(self) -> str:
-        """What tables call it."""
-        return self.name or (Path(self.text).stem if self.is_recipe else self.text)
-
-    @property
-    def is_recipe(self) -> bool:
-        """Whether the text names a file."""
-        return self.text.endswith((".yaml", ".yml"))
-
-
-@dataclass(frozen=True)
 class Reading:
-    """A measurement of a trained model on the test split, beside the validation that every run ends with.
+    """A measurement of a trained model, beside the validation that every run ends with.
 
     Attributes:
         name: in front of its figures, as in ``4x/accuracy``.
         settings: of the data, as they would follow ``zoo test``; none: the recipe's own.
+        split: of the data, "test" or "val".
+        edges: rising; the loss is also taken by how many tokens of its document a label has before it, up to each edge
+            from the one before. None: not.
     """
 
     name: str
     settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One architecture of a comparison, sized to the budget.
-
-    Attributes:
-        text: as tables call it.
-        architecture: with its matched ``d_ff``.
-        non_embedding: parameters without embedding and head.
-        deviation: of these from the reference, as a signed share.
-        flops_per_token: of the forward, per token, at the training context.
-        state_bytes: what decoding keeps per sequence at the comparison's context.
-        by_context: (tokens, FLOPs per token, state bytes) for every context that was asked for.
-        recipe: what it is trained by. overrides: further settings, those of all arms first.
-        conditions: what ``CONDITIONS`` are for it, in words.
-        learning_rate, warmup_steps: the recipe's; None where optimizer or schedule have none.
-    """
-
-    text: str
-    architecture: Architecture
-    total: int
-    non_embedding: int
-    deviation: float
-    flops_per_token: float
-    state_bytes: int
-    by_context: tuple[tuple[int, float, int], ...]
-    recipe: Path
-    overrides: tuple[str, ...]
-    conditions: dict[str, str]
-    learning_rate: float | None
-    warmup_steps: int | None
+    split: str = "test"
+    edges: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,8 +110,9 @@ class Plan:
     Attributes:
         recipe: the YAML file that all arms share.
         overrides: further settings for all arms, as on the command line.
-        reference: non-embedding parameters that every arm is matched to.
-        contexts: tokens at which FLOPs and decode state are counted; the first is the ledger's.
+        reference: what every arm is matched to: non-embedding parameters, FLOPs a token, or bytes of state.
+        contexts: tokens at which FLOPs and decode state are counted; the first is the ledger's, and where a held state
+            is counted.
         train_context: tokens of a training row.
         data_hash: names the text; empty where the data is a task, which the recipe names whole.
         seeds: of the first weights; every arm is trained with each.
@@ -173,12 +121,15 @@ class Plan:
         allowed: the ``CONDITIONS`` that may differ.
         matched: whether arms were sized to ``reference``; else each is what its pattern makes of the recipe.
         readings: what every trained model is measured on besides.
+        by: what is held, one of :data:`zoo.ledger.QUANTITIES`.
+        left_out: arms that cannot be built or sized.
+        factors: of the training length, at which ``readings`` try rows.
     """
 
     arms: tuple[Arm, ...]
     recipe: Path
     overrides: tuple[str, ...]
-    reference: int
+    reference: float
     reference_text: str
     tolerance: float
     contexts: tuple[int, ...]
@@ -192,6 +143,9 @@ class Plan:
     allowed: tuple[str, ...] = ()
     matched: bool = True
     readings: tuple[Reading, ...] = ()
+    by: str = "params"
+    left_out: tuple[LeftOut, ...] = ()
+    factors: tuple[int, ...] = ()
 
     @property
     def context(self) -> int:
@@ -215,9 +169,13 @@ class Plan:
             if self.rates
             else "learning rate the recipe's, not tuned for any arm"
         )
+        held = {
+            "params": f"parameters without embedding and head ({self.reference:,.0f}",
+            "flops": f"training FLOPs (forward {self.reference:,.0f} a token in rows of {self.train_context:,}",
+            "state": f"decode state ({self.reference:,.0f} bytes at {self.context:,} tokens",
+        }
         sizes = (
-            f"parameters without embedding and head ({self.reference:,} of {self.reference_text}, within "
-            f"{self.tolerance:.1%}: worst {worst:.2%})"
+            f"{held[self.by]} of {self.reference_text}, within {self.tolerance:.1%}: worst {worst:.2%})"
             if self.matched
             else f"NOT parameters, which are what the patterns make them (up to {worst:.1%} apart)"
         )
@@ -239,23 +197,31 @@ def make_plan(
     allow: Sequence[str] = (),
     match: bool = True,
     readings: Sequence[Reading] = (),
+    by: str = "params",
+    factors: Sequence[int] = (),
+    leave_out: bool = False,
 ) -> Plan:
     """Size every arm to the recipe's own model; nothing is trained or written.
 
     Args:
         arms: patterns, presets by name (their pattern, options and MLP; sizes are the recipe's), or recipes (their
-            whole model but ``d_ff``, and their settings; tokens are those of ``recipe``).
+            whole model but for the size that is turned, and their settings; tokens are those of ``recipe``).
         recipe: a training recipe; its model is the reference that arms are matched to.
         overrides: settings for all arms, as they would follow ``zoo fit``.
-        tolerance: the largest deviation in parameters, as a share.
+        tolerance: the largest deviation in what is held, as a share.
         contexts: where FLOPs and decode state are counted, in tokens.
         seeds: how many, counted on from the recipe's; or the seeds themselves.
         rates: factors on the recipe's learning rate; every arm tries each on a tenth of the tokens with a seed that
             is not reported, and goes on with its best.
         allow: the ``CONDITIONS`` in which arms may differ.
-        match: size the arms by ``d_ff``; False: leave each as its pattern makes it, models without MLPs for example,
+        match: size the arms; False: leave each as its pattern makes it, models without MLPs for example,
             and ``tolerance`` without a say.
         readings: what every trained model is measured on besides, each name once.
+        by: what is held besides the tokens, one of :data:`zoo.ledger.QUANTITIES`: parameters by ``d_ff``, FLOPs in rows
+            of the training length, decode state at the first of ``contexts``; which size is turned for these,
+            :func:`zoo.knobs.default_size` says unless the arm does.
+        factors: also validate on rows of so many times the training length; text only.
+        leave_out: an arm that cannot be built or sized is left out with its reason, as long as another is left.
 
     Raises:
         UserError, PatternError, SpecError: what is wrong with an arm or the recipe.
@@ -270,6 +236,7 @@ def make_plan(
     for name in allow:
         if name not in CONDITIONS:
             raise UserError(f"--allow {name}{near(name, CONDITIONS)}; arms may differ in {', '.join(CONDITIONS)}")
+    check_held(by)
     names = [reading.name for reading in readings]
     if len(set(names)) < len(names):
         raise UserError(f"readings: {', '.join(names)}; give each a name of its own")
@@ -286,10 +253,9 @@ def make_plan(
             "budget.tokens in the recipe, of which a trial takes a tenth"
         )
     own: Architecture = base.model.architecture
-    target = non_embedding(own)
-    shared = _conditions(base)
-    limit = tolerance if match else math.inf
-    found = [_settle_arm(e, path, overrides, base, shared, target, limit, tuple(contexts)) for e in entries]
+    context = contexts[0] if by == "state" else base.datamodule.seq_len
+    target = Target(own, by, context, tolerance if match else math.inf, cost(own, context))
+    found, out = _settle_arms(entries, path, overrides, base, target, tuple(contexts), leave_out)
     _check_distinct(found)
     for arm in found[1:]:
         _check_conditions(found[0], arm, allow)
@@ -298,9 +264,9 @@ def make_plan(
         tuple(found),
         path,
         tuple(overrides),
-        target,
+        target.amount,
         str(own.pattern),
-        limit,
+        target.tolerance,
         tuple(contexts),
         base.datamodule.seq_len,
         base.datamodule.batch_tokens,
@@ -311,8 +277,71 @@ def make_plan(
         max(chosen) + 1000 if max(chosen) + 1000 < 2**32 else min(chosen) - 1,
         tuple(allow),
         match,
-        tuple(readings),
+        (*readings, *length_readings(base, factors)),
+        by,
+        tuple(out),
+        tuple(factors),
     )
+
+
+def _settle_arms(
+    entries: Sequence[Entry],
+    recipe: Path,
+    overrides: Sequence[str],
+    base: ZooCLI,
+    target: Target,
+    contexts: tuple[int, ...],
+    leave_out: bool,
+) -> tuple[list[Arm], list[LeftOut]]:
+    shared, found, out = conditions_of(base), [], []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            found.append(settle_arm(entry, number, recipe, overrides, base, shared, target, contexts))
+        except ArmError as error:
+            # Without any arm there is nothing to compare, and the first reason is the answer.
+            if not leave_out or (not found and number == len(entries)):
+                raise
+            out.append(left_out(entry, number, error))
+    return found, out
+
+
+def length_readings(base: ZooCLI, factors: Sequence[int]) -> list[Reading]:
+    """Validation on rows of some times the training length, with the loss by position in the longest.
+
+    Args:
+        base: the recipe as read.
+        factors: such as 1, 2, 4.
+
+    Raises:
+        UserError: factors that are not rising, or data whose rows have no length that could be set.
+    """
+    if not factors:
+        return []
+    if list(factors) != sorted(set(factors)) or factors[0] < 1:
+        raise UserError(f"lengths {', '.join(map(str, factors))}: give rising whole numbers, such as 1,2,4")
+    if not hasattr(base.datamodule, "eval_text"):
+        raise UserError(
+            "lengths need a text, whose rows can be cut at any length; rows of a task are what it makes them"
+        )
+    own, found = base.datamodule.seq_len, []
+    for factor in factors:
+        length = own * factor
+        # Both numbers of a batch must be whole rows of the new length; about as many tokens as in training.
+        batch = max(1, base.datamodule.batch_tokens // length) * length
+        settings = [f"--data.init_args.seq_len={length}", f"--data.init_args.val_batch_tokens={batch}"]
+        settings += ["--budget.tokens=null", "--trainer.max_steps=1", f"--budget.batch_tokens={batch}"]
+        found.append(Reading(f"{factor}x", tuple(settings), "val", position_edges(own, factor)))
+    return found
+
+
+def position_edges(length: int, factor: int) -> tuple[int, ...]:
+    """Where buckets of positions end: an eighth, a quarter, a half of the length, the length, its double, and so on."""
+    edges = [length // 8, length // 4, length // 2]
+    edge = length
+    while edge < length * factor:
+        edges.append(edge)
+        edge *= 2
+    return tuple(sorted({edge for edge in edges if edge} | {length * factor}))
 
 
 def settle_seeds(seeds: int | Sequence[int], base: ZooCLI) -> tuple[int, ...]:
@@ -330,69 +359,6 @@ def settle_seeds(seeds: int | Sequence[int], base: ZooCLI) -> tuple[int, ...]:
     if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 2**32 for seed in seeds):
         raise UserError(f"seeds: {list(seeds)}; give at least one, each once, from 0 to {2**32 - 1}")
     return tuple(seeds)
-
-
-def _settle_arm(
-    entry: Entry,
-    recipe: Path,
-    overrides: Sequence[str],
-    base: ZooCLI,
-    shared: dict[str, str],
-    target: int,
-    tolerance: float,
-    contexts: tuple[int, ...],
-) -> Arm:
-    """One arm, sized (as it is, if ``tolerance`` is infinite) and counted; only what has own settings is read again."""
-    words, cli, conditions, path = (*overrides, *entry.overrides), base, shared, recipe
-    if entry.is_recipe:
-        path = Path(entry.text)
-        budget = base.config.budget
-        words += (f"--budget.tokens={budget.tokens}",) if budget.tokens is not None else ()
-        words += (f"--budget.batch_tokens={budget.batch_tokens}",)
-    if entry.is_recipe or entry.overrides:
-        cli = instantiate(path, words)
-        conditions = _conditions(cli)
-        for name in ("tokens", "batch_tokens"):
-            if cli.config.budget[name] != base.config.budget[name]:
-                raise UserError(
-                    f"arm {entry.title}: budget.{name} is {cli.config.budget[name]:,}, but "
-                    f"{base.config.budget[name]:,} in the comparison; tokens are always held, so leave the "
-                    "budget to the comparison"
-                )
-    own: Architecture = cli.model.architecture
-    asked = own if entry.is_recipe else _with_arm(entry.text, own)
-    if math.isfinite(tolerance):
-        sized = match_parameters(asked, target, tolerance=tolerance)
-    else:
-        count = non_embedding(asked)
-        sized = Match(asked, count, count / target - 1)
-    model = sized.architecture.build(device="meta")
-    optimizer, schedule = (
-        (cli.config.model.get(name) or {}).get("init_args") or {} for name in ("optimizer", "lr_scheduler")
-    )
-    return Arm(
-        entry.title,
-        sized.architecture,
-        model.parameter_counts().total,
-        sized.non_embedding,
-        sized.deviation,
-        model.flops_per_token(cli.datamodule.seq_len),
-        model.state_bytes(contexts[0]),
-        tuple((context, model.flops_per_token(context), model.state_bytes(context)) for context in contexts),
-        path,
-        words,
-        conditions,
-        optimizer.get("lr"),
-        schedule.get("warmup_steps"),
-    )
-
-
-def _with_arm(text: str, own: Architecture) -> Architecture:
-    """The recipe's model with another pattern; a preset brings its options and its MLP too."""
-    if text in presets():
-        found = preset(text)
-        return own.with_pattern(found.pattern, mixers=found.mixers, mlp=found.mlp)
-    return own.with_pattern(text)
 
 
 def _check_distinct(arms: Sequence[Arm]) -> None:
@@ -414,43 +380,3 @@ def _check_conditions(first: Arm, arm: Arm, allow: Sequence[str]) -> None:
                 f"{arm.text}: {other}\nThat would be compared too. Make them equal, or allow it, and the ledger says "
                 f"so: --allow {name}"
             )
-
-
-def _conditions(cli: ZooCLI) -> dict[str, str]:
-    """What must be the same in every arm, in words that are equal only if it is."""
-    data, config, trainer = cli.datamodule, cli.config, cli.trainer
-    limit = f"limit_val_batches {config.trainer.limit_val_batches}"
-    if isinstance(data, DocumentData):
-        order = {**data.train_stream().identity, "batch_tokens": data.batch_tokens}
-        labels = data.eval_text("val")
-        digest = hashlib.sha256(labels.tobytes()).hexdigest()[:12]
-        validation = (
-            f"{len(labels):,} labels {digest}, rows of {data.seq_len}, doc_mask {data.layout.doc_mask}, {limit}"
-        )
-        tokenizer = data.tokenizer.identity
-        order_text = ", ".join(f"{name} {value}" for name, value in order.items())
-    else:  # a task names its rows by its settings
-        order_text = _words(config.data)
-        validation, tokenizer = f"{order_text}, {limit}", f"the data's own, {getattr(data, 'vocab_size', '?')} symbols"
-    clip = f"clip {config.trainer.gradient_clip_val} by {config.trainer.gradient_clip_algorithm or 'norm'}"
-    return {
-        "data_order": order_text,
-        "tokenizer": tokenizer,
-        "validation": validation,
-        "precision": str(trainer.precision),
-        "optimizer": f"{_words(config.model.optimizer)}; {_words(config.model.lr_scheduler)}; {clip}",
-    }
-
-
-def _words(settings: Any) -> str:
-    """``AdamW lr 0.004, weight_decay 0.1`` of a class and its arguments; what is not set is left out."""
-    if settings is None:
-        return "default"
-    options = dict(settings.get("init_args") or {})
-    shown = ", ".join(f"{name} {value}" for name, value in options.items() if value not in (None, False))
-    return f"{settings.get('class_path', '').rpartition('.')[2]} {shown}"
-
-
-def instantiate(recipe: Path, overrides: Sequence[str]) -> ZooCLI:
-    """Read a recipe with further settings: its trainer, model and data module, ready to run."""
-    return ZooCLI(["--config", str(recipe), *overrides], run=False)

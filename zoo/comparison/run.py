@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -17,7 +18,9 @@ import yaml
 from lightning.pytorch import Callback
 
 from zoo.callbacks import Throughput
-from zoo.compare import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Reading, Result, Run, instantiate
+from zoo.comparison.arm import instantiate
+from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run
+from zoo.comparison.read import read
 from zoo.console import Lines
 from zoo.errors import UserError
 from zoo.run import LAST, read_metrics
@@ -74,6 +77,10 @@ class Outcome:
 Admit = Callable[[Run], str | None]
 
 
+# A run, or what is known of it already.
+Job = tuple[Run, Result | None]
+
+
 def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: Admit | None = None) -> Outcome:
     """Train and evaluate every arm with every seed; what the same plan has finished is not run again.
 
@@ -89,7 +96,34 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: 
     Raises:
         UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
     """
-    out, watch = Path(out), watch if watch is not None else Lines()
+    out, listener = Path(out), watch if watch is not None else Lines()
+
+    def one_by_one(jobs: Sequence[Job]) -> list[Result]:
+        results = []
+        for run, known in jobs:
+            listener.start(run.title)
+            if known is None:
+                results.append(_run(plan, run, out, listener, admit))
+            else:
+                listener.end(known.status, known.error, before=False)
+                results.append(known)
+        return results
+
+    return in_order(plan, out, listener.begin, one_by_one)
+
+
+def in_order(
+    plan: Plan, out: Path, begin: Callable[[Sequence[str]], None], runner: Callable[[Sequence[Job]], list[Result]]
+) -> Outcome:
+    """The trials of learning rates, then every run at its arm's best, by whatever runs jobs.
+
+    Args:
+        begin: told what is going to run.
+        runner: gives a result a job, in their order.
+
+    Raises:
+        UserError: as :func:`run_plan`.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,25 +132,27 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: 
         Run(arm, plan.rate_seed, _rate(arm) * factor, factor) for factor in sorted(plan.rates) for arm in plan.arms
     ]
     runs = [Run(arm, seed) for seed in plan.seeds for arm in plan.arms]
-    watch.begin([run.title for run in (*trials, *runs)])
-    tried = [_run(plan, run, out, watch, admit) for run in trials]
+    begin([run.title for run in (*trials, *runs)])
+    tried = runner([(trial, None) for trial in trials])
     rates = {arm.text: best_rate(tried, arm) for arm in plan.arms} if trials else {}
-    results = []
+    jobs: list[Job] = []
     for run in runs:
         if run.arm.text in rates and rates[run.arm.text] is None:
-            watch.start(run.title)
-            left_out = next((t.error for t in tried if t.arm is run.arm and t.status == "not run"), None)
-            status, reason = "failed", "no learning rate of the grid gave a finite loss"
-            if left_out is not None:
-                status, reason = "not run", left_out
-            results.append(Result(run.arm, status, run.seed, error=reason))
-            watch.end(status, reason, before=False)
-            continue
-        results.append(_run(plan, Run(run.arm, run.seed, rates.get(run.arm.text)), out, watch, admit))
+            jobs.append((run, _without_rate(run, tried)))
+        else:
+            jobs.append((Run(run.arm, run.seed, rates.get(run.arm.text)), None))
+    results = runner(jobs)
     hashes = {result.order_hash for result in results if result.status == "finished"}
     if len(hashes) > 1 and "data_order" not in plan.differing:
         raise UserError(f"the arms did not read the same tokens in the same order; the comparison in {out} is void")
     return Outcome(results, tried)
+
+
+def _without_rate(run: Run, tried: Sequence[Result]) -> Result:
+    left_out = next((t.error for t in tried if t.arm is run.arm and t.status == "not run"), None)
+    if left_out is not None:
+        return Result(run.arm, "not run", run.seed, error=left_out)
+    return Result(run.arm, "failed", run.seed, error="no learning rate of the grid gave a finite loss")
 
 
 def best_rate(trials: Sequence[Result], arm: Arm) -> float | None:
@@ -131,45 +167,91 @@ def _rate(arm: Arm) -> float:
     return arm.learning_rate
 
 
-def _run(plan: Plan, run: Run, out: Path, watch: Watch, admit: Admit | None) -> Result:
-    folder = out / f"{plan.arms.index(run.arm) + 1:02d}-{_file_name(run.arm.text)}" / run.folder
-    words = _run_words(plan, run)
-    key = _key(plan, run, words)
+def arm_folder(arm: Arm, out: Path) -> Path:
+    """Where an arm's runs are kept."""
+    return out / f"{arm.number:02d}-{_file_name(arm.text)}"
+
+
+def folder_of(run: Run, out: Path) -> Path:
+    """Where a run is kept."""
+    return arm_folder(run.arm, out) / run.folder
+
+
+def over_before(plan: Plan, run: Run, out: Path) -> Result | None:
+    """What an earlier call found; None: it is to be run. A divergence comes again; a failure, of memory for example,
+    need not.
+
+    Raises:
+        UserError: the folder holds another run.
+    """
+    folder = folder_of(run, out)
     status = folder / "status.json"
     stored = json.loads(status.read_text(encoding="utf-8")) if status.is_file() else {}
-    if stored and stored["key"] != key:
+    if stored and stored["key"] != _key(plan, run):
         raise UserError(
             f"{folder} holds an arm of another comparison (recipe, settings or pattern differ); take another folder: "
             "--out FOLDER"
         )
-    watch.start(run.title)
-    # A divergence comes again; a failure, of memory for example, need not.
-    if stored.get("status") in ("finished", "diverged"):
-        result = _read_result(run.arm, stored)
-        watch.end(result.status, result.score, before=True)
-        return result
+    return read_result(run.arm, stored) if stored.get("status") in ("finished", "diverged") else None
+
+
+def longest_run(out: Path) -> float:
+    """Seconds of the longest run that earlier calls finished; 0 where there is none."""
+    stored = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*/*/status.json")]
+    return max((each["seconds"] for each in stored if each.get("seconds") is not None), default=0.0)
+
+
+def _run(plan: Plan, run: Run, out: Path, watch: Watch, admit: Admit | None) -> Result:
+    before = over_before(plan, run, out)
+    if before is not None:
+        watch.end(before.status, before.score, before=True)
+        return before
     reason = admit(run) if admit is not None else None
     if reason is not None:
         watch.end("not run", reason, before=False)
-        return Result(run.arm, "not run", run.seed, run.learning_rate, run.factor, error=reason)
+        return not_run(run, reason)
+    result = train_run(plan, run, out, watch)
+    watch.end(result.status, result.score, before=False)
+    return result
+
+
+def not_run(run: Run, reason: str, status: str = "not run") -> Result:
+    """A run without figures, and why."""
+    return Result(run.arm, status, run.seed, run.learning_rate, run.factor, error=reason)
+
+
+def train_run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
+    """Train a run that is not over, from its checkpoint where it has one; what it dies of is its result.
+
+    Raises:
+        UserError: of what all arms share, before the first step: it would be every run's.
+    """
+    folder, key = folder_of(run, out), _key(plan, run)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(status, {"key": key, "status": "running"})
-    result = Result(run.arm, "failed", run.seed, run.learning_rate, run.factor)
+    write_json(folder / "status.json", {"key": key, "status": "running"})
+    result = not_run(run, "", "failed")
     try:
-        result = _train(plan, run, folder, words, watch)
+        result = _train(plan, run, folder, watch)
     except Exception as error:
-        # A user's error before the first step, in what all arms share, would be every run's.
         shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
         if isinstance(error, UserError) and shared and not (folder / LAST).exists():
             raise
         # Any other does not take the other runs with it; the table shows what this one died of.
         result.status = "diverged" if isinstance(error, NonFiniteError) else "failed"
-        result.error = next(iter(f"{type(error).__name__}: {error}".splitlines()))
+        result.error = why(error)
+    if result.status == "failed":
+        gc.collect()  # the traceback is gone now, and with it the last hold on the run's tensors
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    watch.end(result.status, result.score, before=False)
-    write_json(status, {"key": key, **plain_result(result)})
+    write_json(folder / "status.json", {"key": key, **plain_result(result)})
     return result
+
+
+def why(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return f"out of memory: {next(iter(str(error).splitlines()))}"
+    return next(iter(f"{type(error).__name__}: {error}".splitlines()))
 
 
 def _run_words(plan: Plan, run: Run) -> list[str]:
@@ -185,9 +267,9 @@ def _run_words(plan: Plan, run: Run) -> list[str]:
     return words
 
 
-def _train(plan: Plan, run: Run, folder: Path, words: Sequence[str], watch: Watch) -> Result:
+def _train(plan: Plan, run: Run, folder: Path, watch: Watch) -> Result:
     arm = run.arm
-    given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *words]
+    given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *_run_words(plan, run)]
     cli = instantiate(arm.recipe, given)
     trainer: Any = cli.trainer
     trainer.callbacks.append(Steps(watch))
@@ -201,13 +283,15 @@ def _train(plan: Plan, run: Run, folder: Path, words: Sequence[str], watch: Watc
     seconds = time.perf_counter() - begun
     loader: Any = trainer.train_dataloader  # validation below replaces it
     (final,) = trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
-    rate = next(c.mean_rate for c in trainer.callbacks if isinstance(c, Throughput))
+    timed = next(c for c in trainer.callbacks if isinstance(c, Throughput))
+    rate = timed.mean_rate
     per_step = cli.datamodule.batch_tokens
     tokens = trainer.global_step * per_step
-    peak = torch.cuda.max_memory_allocated() if on_gpu else None  # of the run, before longer rows are read
+    # Of the run, before longer rows are read; it begins anew at every step that is logged.
+    peak = max(timed.peak_bytes, torch.cuda.max_memory_allocated()) if on_gpu else None
     scores: dict[str, float] = {}
     for reading in plan.readings if run.factor is None else ():
-        scores |= _read(cli, run, given, reading)
+        scores |= read(cli, run, given, reading)
     loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
     rows = read_metrics(folder)
     name = "val/bpb" if math.isfinite(bpb) else "val/loss"
@@ -241,21 +325,11 @@ def _train(plan: Plan, run: Run, folder: Path, words: Sequence[str], watch: Watc
     )
 
 
-def _read(cli: Any, run: Run, given: Sequence[str], reading: Reading) -> dict[str, float]:
-    """The trained model on the test split of other data settings; nothing of the run changes."""
-    other = instantiate(run.arm.recipe, [*given, "--trainer.logger=false", *reading.settings])
-    # Rows of another length have other slices; the module takes the metric of the data that it meets next.
-    cli.model.scores = {}
-    tester: Any = other.trainer
-    (found,) = tester.test(cli.model, datamodule=other.datamodule, verbose=False)
-    return {f"{reading.name}/{name.removeprefix('test/')}": value for name, value in found.items()}
-
-
 def _write_arm(arm: Arm, folder: Path) -> Path:
     """What makes the shared recipe this arm's, as a second file: `zoo fit --config RECIPE --config ARM`."""
     plain = arm.architecture.to_plain()
     content = {
-        "model": {name: plain[name] for name in ("pattern", "n_layers", "d_ff", "mlp", "mixers")},
+        "model": {name: plain[name] for name in ("pattern", "n_layers", "d_model", "d_ff", "mlp", "mixers")},
         "trainer": {"default_root_dir": str(folder), "enable_progress_bar": False},
     }
     path = folder / "arm.yaml"
@@ -263,10 +337,10 @@ def _write_arm(arm: Arm, folder: Path) -> Path:
     return path
 
 
-def _key(plan: Plan, run: Run, words: Sequence[str]) -> str:
+def _key(plan: Plan, run: Run) -> str:
     """Names what a run is: recipe, settings, architecture and text. The folder is not part of it."""
-    recipe = run.arm.recipe.read_text(encoding="utf-8")
-    content = [recipe, list(run.arm.overrides), list(words), run.arm.architecture.to_plain(), plan.data_hash]
+    recipe, words = run.arm.recipe.read_text(encoding="utf-8"), _run_words(plan, run)
+    content = [recipe, list(run.arm.overrides), words, run.arm.architecture.to_plain(), plan.data_hash]
     if plan.readings:
         content.append([[reading.name, *reading.settings] for reading in plan.readings])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -281,7 +355,8 @@ def plain_result(result: Result) -> dict[str, Any]:
     return {**vars(result), "arm": result.arm.text}
 
 
-def _read_result(arm: Arm, stored: dict[str, Any]) -> Result:
+def read_result(arm: Arm, stored: dict[str, Any]) -> Result:
+    """Undo :func:`plain_result`, from JSON."""
     kept = {k: v for k, v in stored.items() if k not in ("arm", "key") and v is not None}
     kept["curve"], kept["train_curve"] = ([tuple(p) for p in kept[k]] for k in ("curve", "train_curve"))
     kept["scores"] = {name: math.nan if v is None else v for name, v in kept.get("scores", {}).items()}

@@ -1,0 +1,146 @@
+"""Arms side by side: processes with the CPU in the place of several GPUs."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from zoo.comparison import devices as compare_devices
+from zoo.comparison.devices import read_devices, run_on_devices
+from zoo.comparison.plan import Run, make_plan
+from zoo.comparison.run import folder_of, run_plan
+from zoo.comparison.watch import DeviceLines, DeviceTable
+from zoo.errors import UserError
+
+
+class Heard(DeviceLines):
+    """Lines, and what was said."""
+
+    def __init__(self):
+        self.devices, self.steps = {}, {}
+
+    def take(self, title, device):
+        self.devices[title] = device
+        super().take(title, device)
+
+    def progress(self, title, done, whole, figures):
+        self.steps[title] = (done, whole, figures)
+        super().progress(title, done, whole, figures)
+
+
+def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_path, capsys):
+    words = ["--budget.tokens=2560"]
+    plan = make_plan(["GA", "GDN,SWA"], recipe, tolerance=0.03, seeds=1, rates=(0.5, 1.0), overrides=words)
+    watch = Heard()
+    outcome = run_on_devices(plan, tmp_path / "side", ["cpu", "cpu"], watch=watch)
+    alone = run_plan(plan, tmp_path / "alone")
+    for found, wanted in ((outcome.results, alone.results), (outcome.trials, alone.trials)):
+        assert [(r.arm.text, r.seed, r.loss, r.order_hash, r.learning_rate) for r in found] == [
+            (r.arm.text, r.seed, r.loss, r.order_hash, r.learning_rate) for r in wanted
+        ]
+    assert outcome.good
+    assert set(watch.devices.values()) == {"cpu (1)", "cpu (2)"}
+    assert watch.steps["GA, seed 1"][:2] == (20, 20)
+    assert "train/loss" in watch.steps["GA, seed 1"][2]
+    assert "GA, seed 1: finished" in capsys.readouterr().out
+    again = run_on_devices(plan, tmp_path / "side", ["cpu"])
+    assert [r.loss for r in again.results] == [r.loss for r in outcome.results]
+    assert "finished before" in capsys.readouterr().out
+
+
+def test_a_process_that_dies_takes_its_own_run_with_it_and_what_does_not_fit_is_not_begun(
+    recipe, tmp_path, monkeypatch
+):
+    plan = make_plan(["GA", "GDN,SWA", "SWA"], recipe, tolerance=0.03, overrides=["--budget.tokens=384"])
+    take = compare_devices.Lane._send
+
+    def dying(process, content):
+        take(process, content)
+        if b'"arm": 1' in content:
+            process.kill()
+
+    monkeypatch.setattr(compare_devices.Lane, "_send", staticmethod(dying))
+    pace = lambda: lambda run: "no time is left" if run.arm.text == "SWA" else None  # noqa: E731
+    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), pace=pace)
+    assert [result.status for result in outcome.results] == ["finished", "failed", "not run"]
+    assert "its process on cpu ended with -9" in outcome.results[1].error
+    assert outcome.results[2].error == "no time is left"
+
+
+def test_a_users_error_in_what_all_share_ends_it(recipe, tmp_path):
+    words = ["--model.lr_scheduler.init_args.warmup_steps=50"]
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=words)
+    with pytest.raises(UserError, match="50 warm-up steps do not fit"):
+        run_on_devices(plan, tmp_path, ["cpu"], watch=Heard())
+
+
+SCRIPT = """
+import sys
+from zoo.comparison.plan import Run, make_plan
+from zoo.comparison.devices import run_on_devices
+from zoo.recipe import stop_status
+plan = make_plan(["GA", "GDN,SWA"], sys.argv[1], tolerance=0.03, overrides=["--budget.tokens=12800000"])
+try:
+    run_on_devices(plan, sys.argv[2], ["cpu"])
+except SystemExit as stop:
+    sys.exit(stop_status(stop))
+"""
+
+
+def test_a_signal_lets_every_process_save_its_checkpoint(recipe, tmp_path):
+    words = [sys.executable, "-c", SCRIPT, str(recipe), str(tmp_path / "out")]
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=["--budget.tokens=12800000"])
+    folder = folder_of(Run(plan.arms[0], 1), tmp_path / "out")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        end = time.monotonic() + 40
+        while not (folder / "last.ckpt").exists() and time.monotonic() < end:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=15)[0]
+    finally:
+        process.kill()
+    assert (folder / "last.ckpt").exists(), said
+    assert json.loads((folder / "status.json").read_text())["status"] == "running"
+    assert process.returncode == 143
+    assert not list((tmp_path / "out").glob("02-*")), "nothing else is begun"
+
+
+def test_devices_are_read_and_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert read_devices("0,1") == ["0", "1"]
+    assert read_devices("cpu,cpu") == ["cpu", "cpu"]
+    with pytest.raises(UserError, match="no device '2'; here is GPUs 0 to 1"):
+        read_devices("0,2")
+    with pytest.raises(UserError, match="GPU 1 is named twice"):
+        read_devices("1,1")
+
+
+def test_every_process_sees_its_own_device(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compare_devices._environment("1", 2)["CUDA_VISIBLE_DEVICES"] == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert compare_devices._environment("1", 2)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert compare_devices._environment("cpu", 2)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_table_shows_all_devices_at_once():
+    screen = io.StringIO()
+    with DeviceTable(Console(file=screen, force_terminal=True, width=100)) as watch:
+        watch.begin(["GA, seed 1", "GDN, seed 1", "SWA, seed 1"])
+        watch.take("GA, seed 1", "0")
+        watch.take("GDN, seed 1", "1")
+        watch.progress("GDN, seed 1", 8, 16, {"train/loss": 1.25})
+        watch.progress("GA, seed 1", 4, 16, {"train/loss": 2.5})
+        both = screen.getvalue().rsplit("SWA, seed 1", 1)[0][-400:]
+        watch.over("GDN, seed 1", "finished", "2.5000 bits per byte", before=False)
+    assert "50% on 1" in both
+    assert "25% on 0" in both
+    assert "loss 1.250" in both
+    assert "1 of 3 runs are over" in screen.getvalue()
+    assert "left" in screen.getvalue()

@@ -1,0 +1,1 @@
+"""Architectures under one budget: planned, trained, measured, reported."""
