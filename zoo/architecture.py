@@ -37,6 +37,7 @@ class Architecture:
     d_ff: int
     tie: bool
     mixers: dict[str, dict[str, Any]]
+    decoder: bool
     layers: tuple[Layer, ...] = field(compare=False, repr=False)
     notices: tuple[str, ...] = field(default=(), compare=False, repr=False)
     offered: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
@@ -54,6 +55,7 @@ class Architecture:
             vocab_size=self.vocab_size,
             d_ff=self.d_ff,
             tie=self.tie,
+            decoder=self.decoder,
             seed=seed,
             device=device,
         )
@@ -67,7 +69,7 @@ class Architecture:
 
     def to_plain(self) -> dict[str, Any]:
         """The arguments of :func:`settle` that rebuild this, in types that YAML and weights-only checkpoints hold."""
-        names = ("pattern", "n_layers", "d_model", "vocab_size", "mlp", "d_ff", "tie", "mixers")
+        names = ("pattern", "n_layers", "d_model", "vocab_size", "mlp", "d_ff", "tie", "mixers", "decoder")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -99,7 +101,7 @@ class Architecture:
         """
         other = Architecture.from_plain(stored)
         differing = []
-        for name in ("d_model", "vocab_size", "d_ff", "tie"):
+        for name in ("d_model", "vocab_size", "d_ff", "tie", "decoder"):
             if getattr(other, name) != getattr(self, name):
                 differing.append(f"{name} is {getattr(other, name)} there and {getattr(self, name)} here")
         if other.table() != self.table():
@@ -134,6 +136,7 @@ def settle(
     d_ff: int | None = None,
     tie: bool | None = None,
     mixers: Settings | None = None,
+    decoder: bool = False,
 ) -> Architecture:
     """Settle every open setting: what is given, else the preset's, else the default.
 
@@ -184,6 +187,7 @@ def settle(
         d_ff=pick(d_ff, "d_ff", default_d_ff(width)),
         tie=bool(pick(tie, "tie", False)),
         mixers={name: merged[name] for name in merged if name not in unused_mixers(layers, merged)},
+        decoder=decoder,
         layers=tuple(layers),
         notices=tuple(unused_notice(name) for name in unused),
         offered=merged,

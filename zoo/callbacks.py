@@ -48,7 +48,8 @@ class RunHeader(Callback):
         rank_zero_info(
             f"{pl_module.architecture.canonical}: {len(model.blocks)} layers, d_model {model.d_model}, d_ff "
             f"{model.d_ff}; "
-            f"{counts.total:,} parameters, {counts.non_embedding:,} without embedding and head; "
+            f"{counts.total:,} parameters, {counts.non_embedding:,} without embedding and head"
+            f"{f' and a decoder of {counts.decoder:,}' if counts.decoder else ''}; "
             f"weight decay on {sizes.get('decay', 0):,}, none on {sizes.get('no_decay', 0):,}"
         )
 

@@ -20,12 +20,14 @@ class Cost:
 
     Attributes:
         total: parameters, a tied head once.
-        non_embedding: parameters without embedding and head.
+        non_embedding: parameters without embedding, head and decoder.
         flops: model FLOPs of the forward, per token, mean over a document of ``context`` tokens. Training is three
             times that, so at equal tokens two runs differ by the same share.
         state: bytes that decoding keeps per sequence after ``context`` tokens.
         context: tokens.
         tie: embedding and head are one.
+        decoder, decoder_flops: the decoder's parameters, part of ``total``, and its share of ``flops``; 0 without one.
+            It follows from the width alone, so models of one width differ by their layers only.
     """
 
     total: int
@@ -34,6 +36,8 @@ class Cost:
     state: int
     context: int
     tie: bool
+    decoder: int = 0
+    decoder_flops: int = 0
 
     def of(self, quantity: str, count: str = COUNTS[0]) -> float:
         """One of ``QUANTITIES``; parameters as ``count``, one of ``COUNTS``, says."""
@@ -63,6 +67,8 @@ def cost(architecture: Architecture, context: int) -> Cost:
         state=model.state_bytes(context),
         context=context,
         tie=architecture.tie,
+        decoder=counts.decoder,
+        decoder_flops=model.decoder_flops_per_token(),
     )
 
 
@@ -118,7 +124,13 @@ class LedgerRow:
             f"{names[quantity]} {self._mark(quantity)}{self.deviation(quantity):+.2%}{self._within(quantity)}"
             for quantity in QUANTITIES
         ]
-        return " · ".join([words[0], "tokens =", *words[1:]])
+        return " · ".join([words[0], "tokens =", *words[1:], *self._decoder()])
+
+    def _decoder(self) -> list[str]:
+        if not (self.own.decoder or self.reference.decoder):
+            return []
+        sides = [f"{cost.decoder:,} params, {cost.decoder_flops:,} FLOPs" for cost in (self.own, self.reference)]
+        return [f"decoder {sides[0]}" + (f" (reference {sides[1]})" if sides[0] != sides[1] else " in both")]
 
     def _mark(self, quantity: str) -> str:
         return "" if quantity != self.held else "= " if self.agrees else "≠ "
@@ -158,8 +170,9 @@ def check_held(quantity: str) -> None:
 
 def _plain(cost: Cost) -> dict[str, Any]:
     return {
-        "params": {"total": cost.total, "non_embedding": cost.non_embedding},
+        "params": {"total": cost.total, "non_embedding": cost.non_embedding, "decoder": cost.decoder},
         "flops_per_token_forward": cost.flops,
+        "decoder_flops_per_token_forward": cost.decoder_flops,
         "state_bytes": cost.state,
         "tie": cost.tie,
     }

@@ -1,4 +1,4 @@
-"""HybridLM: an embedding, the blocks that a pattern names, a norm and a head. Single-device code only."""
+"""HybridLM: an embedding, the blocks that a pattern names, a norm, a decoder if asked for, and a head; one device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zoo import loss
+from zoo.errors import UserError
 from zoo.pattern import Layer, Pattern, expand, parse
 from zoo_kernels.packing import Packing, as_packing
 from zoo_layers import init
 from zoo_layers.block import Block
 from zoo_layers.mixer import MixerCache
-from zoo_layers.mlp import build_mlp, default_d_ff
+from zoo_layers.mlp import GELU, build_mlp, default_d_ff, linear_flops
 from zoo_layers.norm import RMSNorm
 
 # What the backward pass may compute again: nothing, all but the costly outputs of a block, or whole blocks.
@@ -49,17 +50,44 @@ class Embedding(nn.Embedding):
             init.normal(self.weight, init.linear_std(self.embedding_dim))
 
 
+class Decoder(nn.Module):
+    """Restores every position of a row from the vector of its last one.
+
+        y[t] = down(gelu(up(x[T - 1] + p[t])));  p[t, i] = sin(t / 10000^(2i / D)), its second half cos
+
+    Its width follows from the model's alone, so that models of one width, whatever their layers, have the same decoder.
+
+    Args:
+        d_model: D, width of the residual stream.
+
+    Source: the compression task of Poli et al. 2024, arXiv:2403.17844.
+    """
+
+    def __init__(self, d_model: int):
+        super().__init__()
+        self.mlp = GELU(d_model, default_d_ff(d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, D] -> the same."""
+        time = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        angle = time[:, None] * 10_000 ** -(torch.arange(0, x.shape[2], 2, device=x.device) / x.shape[2])
+        places = torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : x.shape[2]]
+        return self.mlp(x[:, -1:] + places.to(x.dtype))
+
+
 @dataclass(frozen=True)
 class Counts:
     """Parameters of a model, every trainable number once.
 
     Attributes:
         total: all of them; a tied head once.
-        non_embedding: without the token embedding and without the head, tied or not.
+        non_embedding: without the token embedding, the head, tied or not, and the decoder.
+        decoder: of the decoder; 0 where there is none.
     """
 
     total: int
     non_embedding: int
+    decoder: int = 0
 
 
 class HybridLM(nn.Module):
@@ -71,6 +99,8 @@ class HybridLM(nn.Module):
         vocab_size: rows of the embedding and of the head; ids lie in 0..vocab_size-1.
         d_ff: width of the MLPs. None: :func:`zoo_layers.mlp.default_d_ff`.
         tie: use the embedding as the head.
+        decoder: restore rows: the head reads, at every position, what a :class:`Decoder` makes of the last one. Such a
+            model has seen all of a row when it answers, so it predicts no next token.
 
     The tensors are not filled; :meth:`reset` or :meth:`from_pattern` does that.
 
@@ -87,6 +117,7 @@ class HybridLM(nn.Module):
         vocab_size: int,
         d_ff: int | None = None,
         tie: bool = False,
+        decoder: bool = False,
     ):
         super().__init__()
         for name, value in (("d_model", d_model), ("vocab_size", vocab_size), ("d_ff", d_ff)):
@@ -100,6 +131,7 @@ class HybridLM(nn.Module):
             for layer in self.layers
         )
         self.norm = RMSNorm(d_model)
+        self.decoder = Decoder(d_model) if decoder else None
         self.head = init.Linear(d_model, vocab_size)
         self.recompute = "none"
         self.tie = tie
@@ -118,6 +150,7 @@ class HybridLM(nn.Module):
         d_ff: int | None = None,
         mixers: Mapping[str, Mapping[str, Any]] | None = None,
         tie: bool = False,
+        decoder: bool = False,
         seed: int | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
@@ -126,7 +159,7 @@ class HybridLM(nn.Module):
         Args:
             pattern: a line such as ``"GDN,SWA"``, the list form, or a parsed pattern.
             n_layers: depth. None: once through the pattern.
-            d_model, vocab_size, d_ff, tie: as in the class.
+            d_model, vocab_size, d_ff, tie, decoder: as in the class.
             mlp: the MLP of layers that name none.
             mixers: options by mixer name, for layers that do not give their own.
             seed: of the first values. None: drawn from PyTorch's global generator.
@@ -138,7 +171,14 @@ class HybridLM(nn.Module):
         parsed = pattern if isinstance(pattern, Pattern) else parse(pattern)
         layers = expand(parsed, n_layers, mixers=mixers, mlp=mlp)
         return cls.from_layers(
-            layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie, seed=seed, device=device
+            layers,
+            d_model=d_model,
+            vocab_size=vocab_size,
+            d_ff=d_ff,
+            tie=tie,
+            decoder=decoder,
+            seed=seed,
+            device=device,
         )
 
     @classmethod
@@ -150,13 +190,14 @@ class HybridLM(nn.Module):
         vocab_size: int,
         d_ff: int | None = None,
         tie: bool = False,
+        decoder: bool = False,
         seed: int | None = None,
         device: torch.device | str | None = None,
     ) -> Self:
         """:meth:`from_pattern` for layers that are expanded already."""
         # Always by way of meta: a plain build, and one that is sharded before it is filled, then draw the same numbers.
         with torch.device("meta"):
-            model = cls(layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie)
+            model = cls(layers, d_model=d_model, vocab_size=vocab_size, d_ff=d_ff, tie=tie, decoder=decoder)
         if torch.device(device or "cpu").type != "meta":
             model.materialise(device or "cpu")
             model.reset(seed)
@@ -217,8 +258,8 @@ class HybridLM(nn.Module):
             packing: documents laid end to end, or None. With caches, one row per document.
 
         Raises:
-            ValueError: ids of another shape or outside the vocabulary (looked at on the CPU only), or a wrong number of
-                caches.
+            ValueError: ids of another shape or outside the vocabulary (looked at on the CPU only), a wrong number of
+                caches, or caches or packing where a decoder needs whole rows.
         """
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ValueError(
@@ -236,11 +277,18 @@ class HybridLM(nn.Module):
             raise ValueError(
                 f"HybridLM: {len(caches)} caches for {len(self.blocks)} layers; new_caches() makes one per layer"
             )
+        if self.decoder is not None and (caches is not None or packing is not None):
+            given = "caches" if caches is not None else "packing"
+            raise ValueError(
+                f"HybridLM: {given} given to a model with a decoder, which restores whole rows from their last "
+                "position; leave it out, one row a document"
+            )
         packing = as_packing(packing, batch=input_ids.shape[0], tokens=input_ids.shape[1], op="HybridLM")
         x = self.embedding(input_ids)
         for index, block in enumerate(self.each_block()):
             x = self._through(block, x, None if caches is None else caches[index], packing)
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.decoder is None else self.decoder(x)
 
     def _through(self, block: Block, x: Tensor, cache: MixerCache | None, packing: Packing | None) -> Tensor:
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
@@ -257,7 +305,17 @@ class HybridLM(nn.Module):
     def new_caches(
         self, batch: int, context: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> list[MixerCache]:
-        """Empty caches, one per layer: ``batch`` rows with room for ``context`` tokens, on the weights' device."""
+        """Empty caches, one per layer: ``batch`` rows with room for ``context`` tokens, on the weights' device.
+
+        Raises:
+            UserError: a model with a decoder, which has no next token.
+        """
+        if self.decoder is not None:
+            raise UserError(
+                "this model restores rows from their last position (it was trained with a decoder, for a task such as "
+                "mad_compress) and predicts no next token, so it cannot continue a text; take a checkpoint of another "
+                "task or of text"
+            )
         weight = self.embedding.weight
         return [
             block.mixer.new_cache(batch, context, dtype=dtype or weight.dtype, device=device or weight.device)
@@ -268,15 +326,22 @@ class HybridLM(nn.Module):
     def parameter_counts(self) -> Counts:
         """Count the parameters of this instance."""
         every = {id(p): p.numel() for p in self.parameters() if p.requires_grad}
-        outside = {id(p) for p in (self.embedding.weight, self.head.weight)}
+        decoder = [] if self.decoder is None else list(self.decoder.parameters())
+        outside = {id(p) for p in (self.embedding.weight, self.head.weight, *decoder)}
         return Counts(
             total=sum(every.values()),
             non_embedding=sum(count for key, count in every.items() if key not in outside),
+            decoder=sum(p.numel() for p in decoder if p.requires_grad),
         )
 
     def flops_per_token(self, context: int) -> float:
         """Model FLOPs of the forward, per token, mean over a document of ``context`` tokens; training: three times."""
-        return sum(block.flops_per_token(context) for block in self.each_block()) + 2 * self.d_model * self.vocab_size
+        blocks = sum(block.flops_per_token(context) for block in self.each_block())
+        return blocks + self.decoder_flops_per_token() + 2 * self.d_model * self.vocab_size
+
+    def decoder_flops_per_token(self) -> int:
+        """The part of :meth:`flops_per_token` that is the decoder's; 0 where there is none."""
+        return 0 if self.decoder is None else linear_flops(self.decoder)
 
     def state_bytes(self, context: int) -> int:
         """What decoding keeps per sequence after ``context`` tokens: bf16 keys, values and tails, fp32 states."""

@@ -63,6 +63,8 @@ class HybridLMModule(pl.LightningModule):
         d_ff: width of the MLPs. None: the preset's, or 8/3 of d_model, rounded up.
         tie: use the embedding as the head.
         mixers: options by mixer name, for layers that do not give their own.
+        decoder: restore whole rows from their last position instead of predicting next tokens; the data module sets it
+            on the command line.
         optimizer: a class path with settings, or a callable that takes parameter groups. Default: AdamW, 1e-3, betas
             0.9 and 0.95, decay 0.1.
         lr_scheduler: likewise; it is stepped once per optimizer step. Default: WarmupCosine.
@@ -88,6 +90,7 @@ class HybridLMModule(pl.LightningModule):
         d_ff: int | None = None,
         tie: bool | None = None,
         mixers: MixerSettings = MixerSettings(),  # noqa: B008  # pyright: ignore[reportInvalidTypeForm]
+        decoder: bool = False,
         optimizer: OptimizerCallable = default_optimizer,
         lr_scheduler: LRSchedulerCallable = WarmupCosine,
         total_steps: int | None = None,
@@ -111,6 +114,7 @@ class HybridLMModule(pl.LightningModule):
             d_ff=d_ff,
             tie=tie,
             mixers={name: options for name, options in given.items() if options},
+            decoder=decoder,
         )
         self.optimizer_of: Callable[..., Optimizer] = optimizer
         self.scheduler_of: Callable[..., Any] = lr_scheduler
@@ -124,8 +128,20 @@ class HybridLMModule(pl.LightningModule):
         self.scores: dict[str, Metric] = {}  # accuracies, where the data is a task
 
     def setup(self, stage: str) -> None:
-        """Take the task's own metric from the data module, where it has one."""
-        new_score = getattr(getattr(self.trainer, "datamodule", None), "new_score", None)
+        """Take the task's own metric from the data module, where it has one.
+
+        Raises:
+            UserError: data that is to be restored and a model without a decoder, or the other way round.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        wanted = getattr(data, "decoder", False)
+        if data is not None and wanted != self.architecture.decoder:
+            raise UserError(
+                f"model.decoder is {self.architecture.decoder}, but the data asks for {wanted}: a decoder restores "
+                "rows that it has seen whole, and everything else predicts what it has not seen; set it to "
+                f"{wanted}, or take other data"
+            )
+        new_score = getattr(data, "new_score", None)
         if new_score is not None and not self.scores:
             self.scores = {name: new_score() for name in self.losses}
 

@@ -86,6 +86,7 @@ class ZooCLI(LightningCLI):
         )
         parser.link_arguments("budget.batch_tokens", "data.init_args.batch_tokens")
         parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
+        parser.link_arguments("data", "model.decoder", compute_fn=needs_decoder, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         verb = self.given[0] if self.given and hasattr(self, "_subcommand_parsers") else None
@@ -213,6 +214,11 @@ class ZooCLI(LightningCLI):
             self.model.check_stored(found["zoo"], self.trainer.strategy, resumed=verb == "fit")
         if given == "best":
             self.config_init[verb].ckpt_path = str(root / BEST)  # what Lightning calls best, a new process cannot know
+
+
+def needs_decoder(data: LightningDataModule) -> bool:
+    """Whether rows of ``data`` are restored, not continued; only tasks are."""
+    return bool(getattr(data, "decoder", False))
 
 
 def loggers(given: Any, root: str) -> list[Logger]:
@@ -357,8 +363,9 @@ def _shorten(message: str, parser: LightningArgumentParser) -> str:
 
 
 def _with_near(text: str, parser: LightningArgumentParser) -> str:
-    if "--> model.vocab_size" in text:
-        return "model.vocab_size follows from the data and is never written; leave it out"
+    linked = re.search(r'(?:--> |Linked ")(model\.(?:vocab_size|decoder))', text)
+    if linked is not None:
+        return f"{linked[1]} follows from the data and is never written; leave it out"
     misplaced = re.search(r"does not accept option '(?:model\.)?([^'.]+)'|--model\.(\w+)(?:=|$)", text)
     name = next((word for word in misplaced.groups() if word), "") if misplaced else ""
     error = misplaced_key(name, "...") if name else None

@@ -43,6 +43,7 @@ FLOORS = {
     ("mad_fuzzy", "baseline"): 15_000 / 5,
     ("mad_copy", "baseline"): 80_000 / 5,
     ("mad_memorize", "baseline"): 1_000_000 / 5,
+    ("mad_compress", "baseline"): 1_000_000 / 5,
     ("niah", "s1"): 1_000 / 5,
     ("niah", "s2"): 1_000 / 5,
     ("niah", "s3"): 1_000 / 5,
@@ -60,6 +61,7 @@ CHANCE = {
     "mad_fuzzy": (lambda task: 2 / task.vocab, 0.01),
     "mad_copy": (lambda task: 1 / (task.vocab - 2), 0),
     "mad_memorize": (lambda task: 1 / len(task.facts()), 0),
+    "mad_compress": (lambda task: (1 + (task.seq_len - 1) / (task.vocab - 1)) / task.seq_len, 0),  # the last is known
 }
 TEXT = ("niah", "regbench")  # first labels are all alike; several are right
 
@@ -190,7 +192,8 @@ def test_no_row_of_a_test_occurs_in_training(name):
 def test_every_task_trains_and_is_scored_by_the_same_line(name, tmp_path):
     seq_len = make_task(name).seq_len
     data = TaskData(name, batch_tokens=4 * seq_len, val_rows=5, test_rows=5)
-    module = HybridLMModule("DN", n_layers=1, d_model=16, vocab_size=data.vocab_size, mlp="none", total_steps=4)
+    sizes = {"n_layers": 1, "d_model": 16, "vocab_size": data.vocab_size, "decoder": data.decoder}
+    module = HybridLMModule("DN", mlp="none", total_steps=4, **sizes)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, enable_checkpointing=False, **quiet)
     trainer.fit(module, data)
@@ -277,7 +280,7 @@ def mqar(**options):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"task": "overwritten"}, "no task 'overwritten'; there are arithmetic, mad_copy"),
+        ({"task": "overwritten"}, "no task 'overwritten'; there are arithmetic, mad_compress"),
         ({"profile": "tpu"}, "no profile 'tpu'; there are cpu, small, gpu"),
         ({"options": {"kvs": 3}}, "no option 'kvs'; there are seq_len, kv"),
         ({"options": {"kv": 2.5}}, "kv is 2.5, but must be of type int"),
@@ -310,6 +313,8 @@ def mqar(**options):
         ({"task": "mad_fuzzy", "options": {"seq_len": 10}}, "a pair and its repetition need 11"),
         ({"task": "mad_copy", "options": {"copies": 128}}, "need 257; raise seq_len or lower copies"),
         ({"task": "mad_memorize", "options": {"vocab": 2}}, "a key, a value and the blank need at least 3"),
+        ({"task": "mad_compress", "options": {"vocab": 2}}, "two ids to tell apart and the last need at least 3"),
+        ({"task": "mad_compress", "options": {"seq_len": 1}}, "seq_len is 1, but must be at least 2"),
         ({"task": "niah", "options": {"form": 4}}, "form is 4, but must be 1, 2 or 3"),
         ({"task": "niah", "options": {"seq_len": 256}}, "prompt, needle and reserve need .* raise seq_len to"),
         ({"task": "niah", "options": {"reserve": 7}}, "a value has up to 8 tokens; raise reserve"),

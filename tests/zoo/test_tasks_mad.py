@@ -128,6 +128,7 @@ def test_memorized_facts_are_fixed_and_each_key_has_its_own_value():
         ("mad_fuzzy", {"seq_len": 1023, "vocab": 128}),
         ("mad_copy", {"seq_len": 1024, "vocab": 128, "copies": 96}),
         ("mad_memorize", {"vocab": 8192}),
+        ("mad_compress", {"seq_len": 256, "vocab": 128}),
     ],
 )
 def test_the_largest_settings_of_the_sweeps_are_drawn_and_solved(name, options):

@@ -29,7 +29,7 @@ class TaskData(LightningDataModule):
 
     Args:
         task: Its name: `mqar`, `overwrite`, `parity`, `arithmetic`, `mad_recall`, `mad_fuzzy`, `mad_copy`,
-            `mad_memorize`, `niah` or `regbench`.
+            `mad_memorize`, `mad_compress`, `niah` or `regbench`.
         batch_tokens: Tokens of one optimizer step, all ranks and micro-batches together; a multiple of the task's row
             length.
         profile: A named set of the task's options, such as `cpu` or `gpu`. None: the task's first.
@@ -67,6 +67,11 @@ class TaskData(LightningDataModule):
                 raise UserError(f"data: {name} is {rows}, but must be at least 1")
         self._eval: dict[str, TaskRows] = {}
         self.overlap: dict[str, int] = {}
+
+    @property
+    def decoder(self) -> bool:
+        """Whether the task's rows are restored, so that the model needs a decoder."""
+        return self.task.decoder
 
     def __str__(self) -> str:
         # Lightning's own asks every loader for a dataset, which ours do not have.
@@ -123,6 +128,8 @@ class TaskData(LightningDataModule):
         kept, overlapping = [], []
         for number in range(2 * needed if self.task.replace_overlap else needed):  # enough to replace half of the rows
             rows = self.task.block(split, number, self.task_seed)
+            if not self.task.replace_overlap:
+                rows = rows[slice(wanted - number * BLOCK)]  # what is not scored is not counted either
             met = np.array([row.tobytes() in seen for row in rows.tokens.astype(small)])
             overlapping.append(rows[met])
             kept.append(rows[~met] if self.task.replace_overlap else rows)

@@ -3,7 +3,7 @@
 from zoo.data.tasks.base import BLOCK, SPLIT_KEYS, TASKS, Task, TaskRows, make_task, task
 from zoo.data.tasks.draws import distinct
 from zoo.data.tasks.languages import RegBench
-from zoo.data.tasks.mad import MadCopy, MadFuzzy, MadMemorize, MadRecall
+from zoo.data.tasks.mad import MadCompress, MadCopy, MadFuzzy, MadMemorize, MadRecall
 from zoo.data.tasks.needle import Needle
 from zoo.data.tasks.recall import MQAR, Overwrite
 from zoo.data.tasks.tracking import Arithmetic, Parity
@@ -14,6 +14,7 @@ __all__ = [
     "SPLIT_KEYS",
     "TASKS",
     "Arithmetic",
+    "MadCompress",
     "MadCopy",
     "MadFuzzy",
     "MadMemorize",

@@ -70,6 +70,7 @@ class Task(ABC):
         by_class: report the mean over answers of the accuracy of each, too.
         several_right: rows say which ids are ``legal``, and answers are scored by that, too.
         unsolved_in_training: training rows also label what their tokens do not tell.
+        decoder: rows are restored from their last position, once they are seen whole; the model needs a decoder.
     """
 
     seq_len: int
@@ -80,6 +81,7 @@ class Task(ABC):
     by_class: ClassVar[bool] = False
     several_right: ClassVar[bool] = False
     unsolved_in_training: ClassVar[bool] = False
+    decoder: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -105,7 +107,7 @@ class Task(ABC):
         """The right answer at position ``at`` of one row, found the slow and obvious way.
 
         Raises:
-            KeyError: the tokens up to there do not tell.
+            KeyError: the tokens up to there, or the whole row where it is restored, do not tell.
         """
 
     def identity(self) -> dict[str, str]:

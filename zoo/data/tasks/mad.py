@@ -1,4 +1,5 @@
-"""Tasks of MAD (Poli et al. 2024, arXiv:2403.17844): recall plain, noisy and fuzzy, selective copying, memorization."""
+"""Tasks of MAD (Poli et al. 2024, arXiv:2403.17844): recall plain, noisy and fuzzy, selective copying,
+memorization, compression."""
 
 from __future__ import annotations
 
@@ -342,3 +343,42 @@ class MadMemorize(MadTask):
     def solve(self, tokens: Sequence[int], at: int) -> int:
         """Look the key up among the facts."""
         return dict(enumerate(self.facts().tolist()))[tokens[at - 1]]
+
+
+@task("mad_compress")
+@dataclass(frozen=True, kw_only=True)
+class MadCompress(MadTask):
+    """Compression: a row of random ids, to be restored from the vector at its last position alone.
+
+    The last id is always the same; behind it the model has seen the row, and a decoder makes all ids of that one
+    vector. Every position has a label, its own id; slices go by the distance to the last. Ids: content 0 to V - 2, and
+    the last.
+
+    Attributes:
+        vocab: V.
+    """
+
+    vocab: int
+    decoder: ClassVar[bool] = True
+    profiles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"baseline": {"seq_len": 32, "vocab": 16}}
+
+    def __post_init__(self) -> None:
+        self.require(self.seq_len >= 2, f"seq_len is {self.seq_len}, but must be at least 2: some ids, and the last")
+        self.require(self.vocab >= 3, f"vocab is {self.vocab}, but two ids to tell apart and the last need at least 3")
+
+    @property
+    def log2_rows(self) -> float:
+        """Of the content."""
+        return (self.seq_len - 1) * math.log2(self.vocab - 1)
+
+    def generate(self, n: int, random: np.random.Generator, split: str = "train") -> TaskRows:
+        """``n`` rows, of every split alike; draws from ``random`` alone."""
+        del split
+        tokens = random.integers(0, self.vocab - 1, (n, self.seq_len))
+        tokens[:, -1] = self.vocab - 1
+        gap = np.broadcast_to(np.arange(self.seq_len)[::-1], tokens.shape)
+        return self._rows(tokens, tokens.copy(), gap)
+
+    def solve(self, tokens: Sequence[int], at: int) -> int:
+        """Look at the row, which is there to be seen."""
+        return tokens[at]
