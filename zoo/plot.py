@@ -173,6 +173,10 @@ def _draw_grid(axes: Any, chart: Chart, grid: Grid) -> None:
     axes.set_title(chart.title, fontsize=10, loc="left")
 
 
+def _first_digit(value: float) -> int:
+    return round(value / 10 ** math.floor(math.log10(value)))
+
+
 def short(value: float) -> str:
     """``1.5M`` for 1,500,000."""
     for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -207,6 +211,7 @@ def draw_by_length(
     ticks = sorted({tokens for _, points in lines for tokens, _ in points})
     axes.set_xticks(ticks, [f"{tokens:,}" for tokens in ticks])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if _first_digit(value) in (2, 5) else "")
     axes.axhline(1.0, color="#666666", linestyle="--", linewidth=0.9)
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel(ylabel)

@@ -226,25 +226,9 @@ def make_plan(
     Raises:
         UserError, PatternError, SpecError: what is wrong with an arm or the recipe.
     """
-    if not arms:
-        raise UserError(
-            "compare what? Name at least one pattern: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
-        )
-    for context in contexts:
-        if context < 1:
-            raise UserError(f"--context must be at least 1 token, got {context}")
-    for name in allow:
-        if name not in CONDITIONS:
-            raise UserError(f"--allow {name}{near(name, CONDITIONS)}; arms may differ in {', '.join(CONDITIONS)}")
+    entries, path = [entry if isinstance(entry, Entry) else Entry(entry) for entry in arms], Path(recipe)
+    _check_asked(entries, path, contexts, allow, readings)
     check_held(by)
-    names = [reading.name for reading in readings]
-    if len(set(names)) < len(names):
-        raise UserError(f"readings: {', '.join(names)}; give each a name of its own")
-    entries = [entry if isinstance(entry, Entry) else Entry(entry) for entry in arms]
-    path = Path(recipe)
-    for file in (path, *(Path(entry.text) for entry in entries if entry.is_recipe)):
-        if not file.is_file():
-            raise UserError(f"no recipe at {file}; recipes are YAML files, such as recipes/tiny_text.yaml")
     base = instantiate(path, overrides)
     chosen = settle_seeds(seeds, base)
     if rates and (base.config.budget.tokens is None or min(rates) <= 0 or len(set(rates)) < len(rates)):
@@ -261,27 +245,57 @@ def make_plan(
         _check_conditions(found[0], arm, allow)
     manifest = getattr(base.datamodule, "manifest", None)
     return Plan(
-        tuple(found),
-        path,
-        tuple(overrides),
-        target.amount,
-        str(own.pattern),
-        target.tolerance,
-        tuple(contexts),
-        base.datamodule.seq_len,
-        base.datamodule.batch_tokens,
-        base.config.budget.tokens,
-        manifest()["content_hash"] if manifest is not None else "",
-        chosen,
-        tuple(rates),
-        max(chosen) + 1000 if max(chosen) + 1000 < 2**32 else min(chosen) - 1,
-        tuple(allow),
-        match,
-        (*readings, *length_readings(base, factors)),
-        by,
-        tuple(out),
-        tuple(factors),
+        arms=tuple(found),
+        recipe=path,
+        overrides=tuple(overrides),
+        reference=target.amount,
+        reference_text=str(own.pattern),
+        tolerance=target.tolerance,
+        contexts=tuple(contexts),
+        train_context=base.datamodule.seq_len,
+        batch_tokens=base.datamodule.batch_tokens,
+        tokens=base.config.budget.tokens,
+        data_hash=manifest()["content_hash"] if manifest is not None else "",
+        seeds=chosen,
+        rates=tuple(rates),
+        rate_seed=max(chosen) + 1000 if max(chosen) + 1000 < 2**32 else min(chosen) - 1,
+        allowed=tuple(allow),
+        matched=match,
+        readings=(*readings, *length_readings(base, factors)),
+        by=by,
+        left_out=tuple(out),
+        factors=tuple(factors),
     )
+
+
+def _check_asked(
+    entries: Sequence[Entry],
+    recipe: Path,
+    contexts: Sequence[int],
+    allow: Sequence[str],
+    readings: Sequence[Reading],
+) -> None:
+    """What can be refused before a recipe is read.
+
+    Raises:
+        UserError: the first of it.
+    """
+    if not entries:
+        raise UserError(
+            "compare what? Name at least one pattern: zoo compare GA GDN,SWA --recipe recipes/tiny_text.yaml"
+        )
+    for context in contexts:
+        if context < 1:
+            raise UserError(f"--context must be at least 1 token, got {context}")
+    for name in allow:
+        if name not in CONDITIONS:
+            raise UserError(f"--allow {name}{near(name, CONDITIONS)}; arms may differ in {', '.join(CONDITIONS)}")
+    names = [reading.name for reading in readings]
+    if len(set(names)) < len(names):
+        raise UserError(f"readings: {', '.join(names)}; give each a name of its own")
+    for file in (recipe, *(Path(entry.text) for entry in entries if entry.is_recipe)):
+        if not file.is_file():
+            raise UserError(f"no recipe at {file}; recipes are YAML files, such as recipes/tiny_text.yaml")
 
 
 def _settle_arms(
