@@ -206,7 +206,7 @@ class SaveOnSignal(Callback):
                 continue
             every = keeper._every_n_train_steps
             if not (but_every and every and trainer.global_step % every == 0):
-                trainer.save_checkpoint(Path(keeper.dirpath) / LAST)
+                trainer.save_checkpoint(Path(keeper.dirpath) / LAST, weights_only=False)
 
     def _leave(self, trainer: Trainer) -> NoReturn:
         self._restore()
