@@ -147,6 +147,12 @@ def test_wrong_words_are_one_message(words, message, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_one_message_before_anything_is_tried(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["claims", "--only", "toy", "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "the folder cannot be made" in capsys.readouterr().err
+
+
 def test_the_list_names_every_claim_and_tries_none(capsys, tmp_path):
     assert main(["claims", "--list", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out

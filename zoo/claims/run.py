@@ -91,9 +91,13 @@ def try_claims(
         watching: what shows the runs of an experiment; None: lines.
 
     Raises:
-        UserError: no time at all.
+        UserError: no time at all, or a folder that cannot be made.
     """
     out, allowance = Path(out), Allowance(minutes)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: the folder cannot be made ({error.strerror}); take another") from error
     judged = {claim.name: _at_once(claim, allowance) for claim in claims if claim.experiment is None}
     trials: dict[str, Trial] = {}
     for claim in claims:
