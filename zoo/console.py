@@ -102,8 +102,8 @@ class LiveRuns:
         self._live.stop()
 
     def begin(self, titles: Sequence[str]) -> None:
-        """What is going to run, in order."""
-        self._rows = [[title, "waits", ""] for title in titles]
+        """What is going to run, in order; more may be said later."""
+        self._rows += [[title, "waits", ""] for title in titles]
         self._show()
 
     def start(self, title: str) -> None:

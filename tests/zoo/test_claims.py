@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from zoo.claims import claim, free, table
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
-from zoo.claims.run import NO_GPU, Trial, plan_of
+from zoo.claims.run import NO_GPU, NO_GPU_NAMED, Trial, plan_of
 from zoo.cli import main
 from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import Entry, Reading, instantiate, make_plan
@@ -312,6 +313,32 @@ def test_an_experiment_that_cannot_begin_leaves_the_others_alone(claims, tmp_pat
     assert "no recipe at" in own["lost"]["reason"]
 
 
+def test_side_by_side_gives_the_same_scores_whatever_cannot_begin_and_whatever_needs_a_gpu(claims, tmp_path, capsys):
+    lost = tiny_claim("lost", Bound("GA", "1x/bpb", most=100.0), experiment=replace(TINY, name="lost", recipe="none"))
+    rates = replace(TINY, name="rates", arms=(Entry("GA"),), rates=(1e-6, 1.0))
+    rated = tiny_claim("rated", Bound("GA", "1x/bpb", most=100.0), experiment=rates)
+    gpu = tiny_claim("gpu", Bound("GA", "1x/bpb", most=100.0), experiment=replace(TINY, name="gpu", gpu=True))
+    assert claims(lost, SURE, rated, gpu, words=["--devices", "cpu,cpu", "--minutes", "30"]) == 1
+    printed = capsys.readouterr().out
+    assert "tiny: GDN,SWA, seed 0: finished" in printed
+    assert "rates, learning rate x 1e-06: GA, seed 0: finished" in printed
+    side, own = read(tmp_path)
+    verdicts = {name: claim["verdict"] for name, claim in own.items()}
+    assert verdicts == {"lost": NOT_RUN, "sure": HOLDS, "rated": HOLDS, "gpu": NOT_RUN}
+    assert NO_GPU_NAMED in own["gpu"]["reason"]
+    assert "--devices=cpu,cpu" in side["command"]
+    runs = [run for experiment in side["experiments"] for arm in experiment["arms"] for run in arm["runs"]]
+    assert [run["at_once"] for run in runs] == [2] * 4
+    assert claims(SURE, rated, words=["--out", str(tmp_path / "alone")]) == 0
+    alone = json.loads((tmp_path / "alone" / "claims.json").read_text(encoding="utf-8"))
+    scores = [
+        {experiment["name"]: [arm["scores"] for arm in experiment["arms"]] for experiment in content["experiments"]}
+        for content in (side, alone)
+    ]
+    assert scores[0]["tiny"] == scores[1]["tiny"]
+    assert scores[0]["rates"] == scores[1]["rates"]
+
+
 def test_a_check_that_dies_did_not_hold_and_the_others_go_on(claims, tmp_path):
     def dies():
         raise RuntimeError("singular")
@@ -357,9 +384,9 @@ def test_other_readings_make_another_run(recipe, tmp_path):
 
 def test_an_arm_whose_trials_of_rates_were_left_out_is_not_run_rather_than_failed(recipe, tmp_path):
     plan = make_plan(["GA"], recipe, tolerance=0.03, rates=(0.5, 1.0), overrides=["--budget.tokens=5120"])
-    outcome = run_plan(plan, tmp_path / "out", admit=lambda run: "no time")
+    outcome = run_plan(plan, tmp_path / "out", pace=Pace(Allowance(1.0, clock=lambda: 0.0), stated=61.0))
     (result,) = outcome.results
-    assert (result.status, result.error) == ("not run", "no time")
+    assert (result.status, result.error) == ("not run", "--minutes 1: it takes about 61 s, 60 are left")
     assert not outcome.good
     assert not list((tmp_path / "out").rglob("status.json"))
 
@@ -367,17 +394,31 @@ def test_an_arm_whose_trials_of_rates_were_left_out_is_not_run_rather_than_faile
 # ------------------------------------------------------------------------------------------------------------- the time
 def test_the_pace_goes_by_the_slowest_run_so_far():
     now = [0.0]
-    a_run: Any = None  # whichever it is
+    one: Any = SimpleNamespace(title="one")
+    two: Any = SimpleNamespace(title="two")
     pace = Pace(Allowance(1.0, clock=lambda: now[0]), stated=10.0)
-    assert pace.admit(a_run) is None
+    assert pace.admit(one) is None
     now[0] = 25.0
-    assert pace.admit(a_run) is None  # 25 more end at 50
+    pace.over(one)
+    assert pace.admit(one) is None  # 25 more end at 50
     now[0] = 30.0
-    assert pace.admit(a_run) is None  # the slow one counts still: 55
+    assert pace.admit(two) is None  # at the same time; the slow one counts still: 55
+    pace.over(one)
     now[0] = 36.0
-    assert pace.admit(a_run) == "--minutes 1: it takes about 25 s, 24 are left"
-    pace.end()
+    pace.over(two)
+    assert pace.admit(one) == "--minutes 1: it takes about 25 s, 24 are left"
     assert pace.times == [25.0, 5.0, 6.0]
+
+
+def test_runs_that_share_a_device_are_taken_to_slow_one_another_down_until_one_is_timed():
+    now = [0.0]
+    a_run: Any = SimpleNamespace(title="one")
+    pace = Pace(Allowance(1.0, clock=lambda: now[0]), stated=12.0, at_once=4)
+    assert pace.admit(a_run) is None
+    now[0] = 20.0
+    assert pace.admit(a_run) == "--minutes 1: it takes about 48 s, 40 are left"
+    pace.over(a_run)
+    assert pace.admit(a_run) is None
 
 
 def test_needles_are_drawn_by_depth_and_length(tmp_path):

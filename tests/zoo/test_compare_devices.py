@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from zoo.comparison import devices as compare_devices
-from zoo.comparison.devices import read_devices, run_on_devices
+from zoo.comparison.devices import Pool, Work, read_devices, run_on_devices
+from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import Run, make_plan
 from zoo.comparison.run import folder_of, run_plan
 from zoo.comparison.watch import DeviceLines, DeviceTable
@@ -22,6 +23,7 @@ class Heard(DeviceLines):
     """Lines, and what was said."""
 
     def __init__(self):
+        super().__init__()
         self.devices, self.steps = {}, {}
 
     def take(self, title, device):
@@ -31,6 +33,13 @@ class Heard(DeviceLines):
     def progress(self, title, done, whole, figures):
         self.steps[title] = (done, whole, figures)
         super().progress(title, done, whole, figures)
+
+
+class NoTimeForSWA(Pace):
+    """Leaves one arm out."""
+
+    def admit(self, run):
+        return "no time is left" if run.arm.text == "SWA" else super().admit(run)
 
 
 def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_path, capsys):
@@ -44,6 +53,9 @@ def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_pa
             (r.arm.text, r.seed, r.loss, r.order_hash, r.learning_rate) for r in wanted
         ]
     assert outcome.good
+    # On one CPU they stand in each other's way, and the record says so.
+    assert {result.at_once for result in outcome.results} == {2}
+    assert {result.at_once for result in alone.results} == {1}
     assert set(watch.devices.values()) == {"cpu (1)", "cpu (2)"}
     assert watch.steps["GA, seed 1"][:2] == (20, 20)
     assert "train/loss" in watch.steps["GA, seed 1"][2]
@@ -65,8 +77,7 @@ def test_a_process_that_dies_takes_its_own_run_with_it_and_what_does_not_fit_is_
             process.kill()
 
     monkeypatch.setattr(compare_devices.Lane, "_send", staticmethod(dying))
-    pace = lambda: lambda run: "no time is left" if run.arm.text == "SWA" else None  # noqa: E731
-    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), pace=pace)
+    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), pace=NoTimeForSWA(Allowance(None), stated=1.0))
     assert [result.status for result in outcome.results] == ["finished", "failed", "not run"]
     assert "its process on cpu ended with -9" in outcome.results[1].error
     assert outcome.results[2].error == "no time is left"
@@ -77,6 +88,29 @@ def test_a_users_error_in_what_all_share_ends_it(recipe, tmp_path):
     plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=words)
     with pytest.raises(UserError, match="50 warm-up steps do not fit"):
         run_on_devices(plan, tmp_path, ["cpu"], watch=Heard())
+
+
+def test_comparisons_share_a_pool_and_one_that_cannot_begin_leaves_the_others_alone(recipe, tmp_path):
+    good = make_plan(["GA", "GDN,SWA"], recipe, tolerance=0.03, overrides=["--budget.tokens=384"])
+    words = ["--model.lr_scheduler.init_args.warmup_steps=50"]
+    bad = make_plan(["GA"], recipe, tolerance=0.03, overrides=words)
+    watch = Heard()
+    with Pool(["cpu"], tmp_path, watch) as pool:
+        with pytest.raises(UserError, match="50 warm-up steps do not fit"):
+            pool.run(Work(bad, tmp_path / "bad", name="bad"))
+        outcome = pool.run(Work(good, tmp_path / "good", name="good"))
+        process = pool._lanes[0].process
+        again = pool.run(Work(good, tmp_path / "other"))
+        assert pool._lanes[0].process is process, "one process serves all work"
+    assert outcome.good
+    assert [r.loss for r in again.results] == [r.loss for r in outcome.results]
+    assert list(watch.devices) == ["bad: GA, seed 1", "good: GA, seed 1", "good: GDN,SWA, seed 1", *again_titles(good)]
+    with pytest.raises(RuntimeError, match="the pool was closed"):
+        pool.run(Work(good, tmp_path / "third"))
+
+
+def again_titles(plan):
+    return [Run(arm, seed).title for seed in plan.seeds for arm in plan.arms]
 
 
 SCRIPT = """
@@ -117,8 +151,7 @@ def test_devices_are_read_and_refused(monkeypatch):
     assert read_devices("cpu,cpu") == ["cpu", "cpu"]
     with pytest.raises(UserError, match="no device '2'; here is GPUs 0 to 1"):
         read_devices("0,2")
-    with pytest.raises(UserError, match="GPU 1 is named twice"):
-        read_devices("1,1")
+    assert read_devices("1,1,01") == ["1", "1", "1"]
 
 
 def test_every_process_sees_its_own_device(monkeypatch):

@@ -53,13 +53,13 @@ def _claim_content(judged: Judged) -> dict[str, Any]:
         "reason": verdict.reason,
         "findings": [{"words": finding.words, "held": finding.held} for finding in verdict.findings],
         "seconds": judged.seconds,
-        "over_its_time": judged.seconds is not None and judged.seconds > SLOW * stated,
+        "over_its_time": judged.seconds is not None and judged.seconds > SLOW * stated * judged.at_once,
     }
 
 
 def _trial_content(trial: Trial) -> dict[str, Any]:
     own = trial.experiment
-    kept = ("status", "seed", "learning_rate", "seconds", "tokens", "loss", "bpb", "error", "command")
+    kept = ("status", "seed", "learning_rate", "seconds", "at_once", "tokens", "loss", "bpb", "error", "command")
     return {
         "name": own.name,
         "recipe": own.recipe,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +14,19 @@ import torch
 
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, NOT_RUN, Verdict, judge, settle
+from zoo.comparison.devices import CPU, Pool, Work
 from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import LEARNING_RATE, Arm, Plan, Result, make_plan
 from zoo.comparison.report import text_entropies
+from zoo.comparison.run import Outcome as Ran
 from zoo.comparison.run import Watch, run_plan
+from zoo.comparison.watch import DeviceWatch, watch_devices
 from zoo.console import Lines
 from zoo.errors import UserError
 
 Watching = Callable[[Experiment], AbstractContextManager[Watch]]
 NO_GPU = "needs a CUDA GPU, and there is none here"
+NO_GPU_NAMED = "needs a CUDA GPU, and --devices names none"
 
 
 @dataclass
@@ -51,6 +57,11 @@ class Trial:
         return math.fsum(result.seconds for result in self.results if math.isfinite(result.seconds))
 
     @property
+    def at_once(self) -> int:
+        """The most runs that shared a device."""
+        return max((result.at_once for result in self.results), default=1)
+
+    @property
     def broken(self) -> bool:
         """Whether a run failed or diverged, or none could begin."""
         return bool(self.error) or any(result.status in ("failed", "diverged") for result in self.results)
@@ -58,11 +69,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim and what became of it; ``seconds`` is None where nothing was tried."""
+    """A claim and what became of it.
+
+    Attributes:
+        seconds: of all its runs; None where nothing was tried.
+        at_once: the most runs that shared a device.
+    """
 
     claim: Claim
     verdict: Verdict
     seconds: float | None = None
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +97,13 @@ class Outcome:
 
 
 def try_claims(
-    claims: Sequence[Claim], out: str | Path, *, minutes: float | None = None, watching: Watching | None = None
+    claims: Sequence[Claim],
+    out: str | Path,
+    *,
+    minutes: float | None = None,
+    watching: Watching | None = None,
+    devices: Sequence[str] = (),
+    watch: DeviceWatch | None = None,
 ) -> Outcome:
     """Try each claim; what earlier calls with the same folder have finished is not run again.
 
@@ -89,6 +112,9 @@ def try_claims(
         out: one folder an experiment, in it one an arm, in it one a run, as of a comparison.
         minutes: nothing begins that would not be over by then.
         watching: what shows the runs of an experiment; None: lines.
+        devices: from :func:`zoo.comparison.devices.read_devices`: as many runs at once, of whatever experiments; none:
+            one run after another, in this process.
+        watch: hears how runs go that are side by side; None: a table that fills on a terminal, lines elsewhere.
 
     Raises:
         UserError: no time at all, or a folder that cannot be made.
@@ -99,17 +125,21 @@ def try_claims(
     except OSError as error:
         raise UserError(f"--out {out}: the folder cannot be made ({error.strerror}); take another") from error
     judged = {claim.name: _at_once(claim, allowance) for claim in claims if claim.experiment is None}
-    trials: dict[str, Trial] = {}
+    tried = {claim.experiment.name: claim.experiment for claim in claims if claim.experiment is not None}
+    if devices:
+        gates = {claim.experiment.name for claim in claims if claim.experiment is not None and claim.gate}
+        # What decides first, and of that what takes longest: a long run that begins last leaves the others idle.
+        order = sorted(tried.values(), key=lambda each: (each.name not in gates, -each.seconds))
+        trials = _side_by_side(order, out, allowance, devices, watch)
+    else:
+        trials = [run_experiment(each, out / name, allowance, watching or _lines) for name, each in tried.items()]
+    by_name = {trial.experiment.name: trial for trial in trials}
     for claim in claims:
-        if claim.experiment is None:
-            continue
-        name = claim.experiment.name
-        if name not in trials:
-            trials[name] = run_experiment(claim.experiment, out / name, allowance, watching or _lines)
-        trial = trials[name]
-        verdict = judge(claim.rules, trial.scores, claim.experiment.seeds, trial.lost)
-        judged[claim.name] = Judged(claim, verdict, trial.seconds if trial.scores else None)
-    return Outcome([judged[claim.name] for claim in claims], list(trials.values()))
+        if claim.experiment is not None:
+            trial = by_name[claim.experiment.name]
+            verdict = judge(claim.rules, trial.scores, claim.experiment.seeds, trial.lost)
+            judged[claim.name] = Judged(claim, verdict, trial.seconds if trial.scores else None, trial.at_once)
+    return Outcome([judged[claim.name] for claim in claims], [by_name[name] for name in tried])
 
 
 def _at_once(claim: Claim, allowance: Allowance) -> Judged:
@@ -129,30 +159,101 @@ def _lines(experiment: Experiment) -> Lines:
     return Lines()
 
 
+@dataclass(frozen=True)
+class Planned:
+    """An experiment before its runs: one comparison a learning rate, by its factor; none where there is an error.
+
+    Attributes:
+        levels: what counting alone reaches on its text, as figures.
+    """
+
+    trial: Trial
+    works: Mapping[float, Work] = field(default_factory=dict)
+    levels: Mapping[str, float] = field(default_factory=dict)
+
+
 def run_experiment(experiment: Experiment, out: Path, allowance: Allowance, watching: Watching = _lines) -> Trial:
     """Run what is not finished and fits; what a user got wrong is the trial's error, so that others go on."""
-    trial, titles = Trial(experiment), [entry.title for entry in experiment.arms]
-    if experiment.gpu and not torch.cuda.is_available():
-        trial.lost = dict.fromkeys(titles, NO_GPU)
-        return trial
+    planned = _planned(experiment, out, allowance, "" if torch.cuda.is_available() else NO_GPU)
+    ran: dict[float, Ran | UserError] = {}
+    for factor, work in planned.works.items():
+        with watching(experiment) as watch:
+            try:
+                ran[factor] = run_plan(work.plan, work.out, watch=watch, pace=work.pace)
+            except UserError as error:
+                ran[factor] = error
+                break
+    return _settled(planned, ran)
+
+
+def _side_by_side(
+    experiments: Sequence[Experiment],
+    out: Path,
+    allowance: Allowance,
+    devices: Sequence[str],
+    watch: DeviceWatch | None,
+) -> list[Trial]:
+    """All experiments through one queue, in their order: none waits for the last run of the one before."""
+    without = "" if any(name != CPU for name in devices) else NO_GPU_NAMED
+    ran: list[tuple[Planned, dict[float, Future[Ran]]]] = []
+    count = max(1, sum(len(experiment.rates) for experiment in experiments))
+    listening = watch if watch is not None else watch_devices()
+    # The threads only wait for the pool, which has to be left first: that ends their waits.
+    with ThreadPoolExecutor(count) as threads, listening as listener, Pool(devices, out, listener) as pool:
+        try:
+            for experiment in experiments:
+                planned = _planned(experiment, out / experiment.name, allowance, without, pool.at_once)
+                ran.append((planned, {f: threads.submit(pool.run, work) for f, work in planned.works.items()}))
+            waiting = {future for _, futures in ran for future in futures.values()}
+            while waiting:
+                waiting = wait_for(waiting, timeout=0.2).not_done  # short waits hear a signal
+        except KeyboardInterrupt:
+            raise SystemExit(1) from None  # as Lightning ends a run
+    return [_settled(planned, {f: _outcome(future) for f, future in futures.items()}) for planned, futures in ran]
+
+
+def _outcome(future: Future[Ran]) -> Ran | UserError:
     try:
-        pace, levels = Pace(allowance, experiment.seconds), {}
-        by_rate: dict[float, list[Result]] = {}
-        for factor in experiment.rates:
-            plan = plan_of(experiment, factor)
-            trial.arms, trial.train_context = plan.arms, plan.train_context
-            folder = out if experiment.rates == (1.0,) else out / f"rate-{factor:.3g}"
-            with watching(experiment) as watch:
-                by_rate[factor] = run_plan(plan, folder, watch=watch, admit=pace.admit).results
-            pace.end()
-            levels = levels or {f"val/{name}": bits for name, bits in text_entropies(plan).items()}
+        return future.result()
     except UserError as error:
-        # Of the recipe, or of a folder with other runs in it: no run of this experiment can begin.
+        return error
+
+
+def _planned(experiment: Experiment, out: Path, allowance: Allowance, without: str, at_once: int = 1) -> Planned:
+    """Plan the runs; ``without`` says why experiments that need a GPU have none."""
+    trial, titles = Trial(experiment), [entry.title for entry in experiment.arms]
+    if experiment.gpu and without:
+        trial.lost = dict.fromkeys(titles, without)
+        return Planned(trial)
+    pace = Pace(allowance, experiment.seconds, at_once)
+    try:
+        plans = {factor: plan_of(experiment, factor) for factor in experiment.rates}
+        first = plans[experiment.rates[0]]
+        levels = {f"val/{name}": bits for name, bits in text_entropies(first).items()}
+    except UserError as error:  # of the recipe: no run of this experiment can begin
         trial.error, trial.lost = str(error), dict.fromkeys(titles, str(error))
+        return Planned(trial)
+    trial.arms, trial.train_context = first.arms, first.train_context
+    works: dict[float, Work] = {}
+    for factor, plan in plans.items():
+        several = experiment.rates != (1.0,)
+        name = experiment.name + (f", learning rate x {factor:.3g}" if several else "")
+        works[factor] = Work(plan, out / f"rate-{factor:.3g}" if several else out, pace, name)
+    return Planned(trial, works, levels)
+
+
+def _settled(planned: Planned, ran: Mapping[float, Ran | UserError]) -> Trial:
+    """What the runs gave."""
+    trial, titles = planned.trial, [entry.title for entry in planned.trial.experiment.arms]
+    errors = [str(each) for each in ran.values() if isinstance(each, UserError)]
+    if errors:  # a folder with other runs in it, or what all arms share
+        trial.error, trial.lost = errors[0], dict.fromkeys(titles, errors[0])
+    if errors or not ran:
         return trial
+    by_rate = {factor: each.results for factor, each in ran.items() if not isinstance(each, UserError)}
     trial.results = [result for results in by_rate.values() for result in results]
     for title in titles:
-        _settle_rate(trial, title, by_rate, levels)
+        _settle_rate(trial, title, by_rate, planned.levels)
     return trial
 
 
@@ -186,7 +287,7 @@ def plan_of(experiment: Experiment, factor: float = 1.0, settings: Sequence[str]
     return plan(f"--{LEARNING_RATE}={rate * factor!r}")
 
 
-def _settle_rate(trial: Trial, title: str, by_rate: dict[float, list[Result]], levels: dict[str, float]) -> None:
+def _settle_rate(trial: Trial, title: str, by_rate: Mapping[float, list[Result]], levels: Mapping[str, float]) -> None:
     """Take an arm's best rate, if every run of it is over: the best of some rates would be another protocol."""
     own = {rate: [run for run in results if run.arm.text == title] for rate, results in by_rate.items()}
     waiting = [run for runs in own.values() for run in runs if run.status in ("failed", "not run")]

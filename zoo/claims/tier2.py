@@ -56,8 +56,8 @@ RECALL_WIDE = _recall("recall_256_wide", 256, PLAIN, "--model.d_model=128", "--m
 OVERWRITE = Experiment(
     name="overwrite_gpu",
     recipe="overwrite",
-    arms=(Entry("LA"), Entry("DN"), Entry("GDN")),
-    settings=("--budget.tokens=49152000",),
+    arms=tuple(map(Entry, ("LA", "GLA", "M2", "DN", "GDN", "GA", "DN,GA", "GDN,SWA"))),
+    settings=("--budget.tokens=49152000", "--model.n_layers=2"),  # as many for memories alone as for hybrids
     seeds=(0, 1, 2),
     readings=(Reading("test"),),
     lengths={"test": 256},
@@ -101,10 +101,20 @@ MEMORIZE = _mad(
 TWO, ONE = "DN, beta up to 2", "DN, beta up to 1"
 
 
-def _tracking(name: str, task: str, steps: int, variant: str, seconds: float) -> Experiment:
+def _tracking(
+    name: str,
+    task: str,
+    steps: int,
+    variant: str,
+    seconds: float,
+    arms: tuple[Entry, ...] = (
+        Entry("DN:negative_eigenvalues=true", TWO),
+        Entry("DN:negative_eigenvalues=false", ONE),
+    ),
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4),
+) -> Experiment:
     """Trained on up to 40 symbols, read on 40 to 80, and to 256."""
     options = f"--data.init_args.options={{{{{variant}test_min_length: 40, test_max_length: {{}}}}}}"
-    arms = (Entry("DN:negative_eigenvalues=true", TWO), Entry("DN:negative_eigenvalues=false", ONE))
     return Experiment(
         name=name,
         recipe="arithmetic",
@@ -115,7 +125,7 @@ def _tracking(name: str, task: str, steps: int, variant: str, seconds: float) ->
             f"--budget.tokens={steps * 65_536}",
             f"--model.lr_scheduler.init_args.warmup_steps={steps // 10}",
         ),
-        seeds=(0, 1, 2, 3, 4),
+        seeds=seeds,
         readings=(Reading("2x", (options.format(80),)), Reading("6x", (options.format(256),))),
         lengths={"2x": 80, "6x": 256},
         score="2x/accuracy",
@@ -125,6 +135,21 @@ def _tracking(name: str, task: str, steps: int, variant: str, seconds: float) ->
 
 # A label at every symbol: with one a row, so few steps would decide little.
 PARITY = _tracking("parity_gpu", "parity", 1000, "variant: every, ", 11)
+OTHERS = ("LA", "GLA", "M2", "GA")
+GATED, GATED_HYBRID = "GDN, beta up to 2", "GDN,SWA, beta up to 2"
+PARITY_OTHERS = _tracking(
+    "parity_others",
+    "parity",
+    1000,
+    "variant: every, ",
+    11,
+    arms=(
+        *map(Entry, OTHERS),
+        Entry("GDN:negative_eigenvalues=true", GATED),
+        Entry("GDN:negative_eigenvalues=true,SWA", GATED_HYBRID),
+    ),
+    seeds=(0, 1),
+)
 ARITHMETIC = _tracking("arithmetic", "arithmetic", 1500, "", 15)
 
 # ------------------------------------------------------------------------------------------------------------- language
@@ -158,7 +183,7 @@ def _needle(name: str, form: int) -> Experiment:
     return Experiment(
         name=name,
         recipe="niah_lite",
-        arms=tuple(map(Entry, ("DN", "GDN", "M2"))),
+        arms=tuple(map(Entry, ("DN", "GDN", "M2", "GDN,SWA"))),
         settings=(options.format(form, 512), "--budget.tokens=49152000"),
         readings=tuple(Reading(str(length), (options.format(form, length),)) for length in lengths),
         lengths={str(length): length for length in lengths},
@@ -280,6 +305,26 @@ CLAIMS = (
         expected="LA at least .20 below DN",
     ),
     _claim(
+        "overwrite_decay",
+        "overwrite",
+        OVERWRITE,
+        Margin("DN", ("GLA", "M2"), "test/accuracy", SOME),
+        gate=False,
+        sentence="Decay, which fades all alike, does not free what was overwritten as erasing does.",
+        source=f"{SOURCES['D2']}, 2",
+        expected="DN at least .01 above GLA and M2 with the same size of memory",
+    ),
+    _claim(
+        "overwrite_hybrids_gpu",
+        "overwrite",
+        OVERWRITE,
+        *(Margin(hybrid, ("LA", "GLA", "M2"), "test/accuracy", SOME) for hybrid in ("DN,GA", "GDN,SWA")),
+        gate=False,
+        sentence="Hybrids of an erasing memory and attention overwrite too.",
+        source=f"{SOURCES['D1']}, 3.9; {SOURCES['D2']}, 12",
+        expected="each hybrid at least .01 above LA, GLA and M2",
+    ),
+    _claim(
         "mad_fuzzy",
         "mad",
         FUZZY,
@@ -309,6 +354,17 @@ CLAIMS = (
         expected="DN at least .9 and not below GLA; published 100 against 88.6",
     ),
     _separates(PARITY, "parity_gpu", "parity", 0.95),
+    _claim(
+        "parity_others",
+        "tracking",
+        PARITY_OTHERS,
+        *(Bound(arm, "2x/accuracy", most=0.75) for arm in OTHERS),
+        *(Bound(arm, "2x/accuracy", least=0.75) for arm in (GATED, GATED_HYBRID)),
+        gate=False,
+        sentence="Adding, decay and attention do not learn parity; Gated DeltaNet with strengths up to 2 does.",
+        source=GRAZZI,
+        expected="at most .75 at twice the training length for LA, GLA, M2, GA; more for GDN and its hybrid",
+    ),
     _separates(ARITHMETIC, "arithmetic", "arithmetic modulo 5", 0.90),
     _claim(
         "text_hybrids",

@@ -1,4 +1,4 @@
-"""The runs of a comparison side by side: a queue, and one process a device that takes from it."""
+"""Runs side by side: one queue, and processes that take from it, each with one device."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from zoo.comparison.pace import Pace
 from zoo.comparison.plan import Plan, Result, Run
-from zoo.comparison.run import Admit, Job, Outcome, folder_of, in_order, not_run, over_before, read_result
+from zoo.comparison.run import Job, Outcome, folder_of, in_order, not_run, over_before, read_result
 from zoo.comparison.watch import DeviceWatch, watch_devices
 from zoo.errors import UserError
 
-CPU = "cpu"  # stands for a device; several may be asked for
+CPU = "cpu"  # stands for a device
 PATIENCE = 60.0  # seconds that a process has to save its checkpoint in, once it is told to stop
 
 
 def read_devices(text: str) -> list[str]:
-    """``0,1`` as devices; ``cpu`` is one too, and may be named several times.
+    """``0,1`` as devices; ``cpu`` is one too. A device that is named several times trains as many runs at once.
 
     Raises:
-        UserError: a GPU that is not there, or is named twice.
+        UserError: a GPU that is not there.
     """
     names, count = [word.strip() for word in text.split(",")], torch.cuda.device_count()
     for name in names:
         if name != CPU and not (name.isdecimal() and int(name) < count):
             have = f"GPUs 0 to {count - 1}" if count > 1 else "GPU 0" if count else "no GPU"
             raise UserError(f"--devices {text}: there is no device '{name}'; here is {have}, and cpu")
-        if name != CPU and names.count(name) > 1:
-            raise UserError(f"--devices {text}: GPU {name} is named twice; two runs on it would share its memory")
-    return names
+    return [name if name == CPU else str(int(name)) for name in names]
 
 
 def run_on_devices(
@@ -49,103 +49,193 @@ def run_on_devices(
     devices: Sequence[str],
     *,
     watch: DeviceWatch | None = None,
-    pace: Callable[[], Admit] | None = None,
+    pace: Pace | None = None,
 ) -> Outcome:
     """As :func:`zoo.comparison.run.run_plan`, with as many runs at once as there are devices.
 
-    Every process sees its device alone (``CUDA_VISIBLE_DEVICES``). The order of starts is that of one device, and so
-    are all numbers but the speeds, where runs share a host. A process that dies takes its own run with it.
+    The order of starts is that of one device, and so are all numbers but the speeds.
 
     Args:
-        plan, out: as there.
+        plan, out, pace: as there.
         devices: from :func:`read_devices`, at least one.
         watch: hears how it goes; None: a table that fills on a terminal, lines elsewhere.
-        pace: makes what may leave out the runs of one device; None: all are run.
 
     Raises:
         UserError: as there.
     """
-    folder = Path(out)
-    with watch if watch is not None else watch_devices() as listener:
-        lanes = [
-            Lane(plan, folder, name, number, len(devices), listener, pace() if pace is not None else None)
-            for number, name in enumerate(devices, start=1)
-        ]
-        before = _on_sigterm(_stopped) if threading.current_thread() is threading.main_thread() else None
+    with watch if watch is not None else watch_devices() as listener, Pool(devices, out, listener) as pool:
         try:
-            return in_order(plan, folder, listener.begin, lambda jobs: _share(jobs, lanes))
+            return pool.run(Work(plan, Path(out), pace))
         except KeyboardInterrupt:
             raise SystemExit(1) from None  # as Lightning ends a run
-        finally:
-            for lane in lanes:
-                lane.close()
-            if before is not None:
-                _on_sigterm(before)
 
 
-def _on_sigterm(handler: Any) -> Any:
-    return signal.signal(signal.SIGTERM, handler)
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A comparison whose runs a pool takes.
+
+    Attributes:
+        plan, out, pace: as :func:`zoo.comparison.run.run_plan`.
+        name: stands before the titles of its runs, where several comparisons share a pool.
+    """
+
+    plan: Plan
+    out: Path
+    pace: Pace | None = None
+    name: str = ""
+
+    def title(self, title: str) -> str:
+        """A run's, as watches know it."""
+        return f"{self.name}: {title}" if self.name else title
+
+
+class Batch:
+    """Jobs that were put into the queue together, and what came of them."""
+
+    def __init__(self, work: Work, jobs: Sequence[Job]):
+        self.work, self.jobs = work, jobs
+        self.results: dict[int, Result] = {}
+        self.error: Exception | None = None
+        self.over = threading.Event()
+
+    def wait(self) -> list[Result]:
+        """The results in the order of the jobs; or the error that ended them."""
+        while not self.over.wait(0.2):  # a wait without an end would not hear a signal
+            pass
+        if self.error is not None:
+            raise self.error
+        return [self.results[index] for index in range(len(self.jobs))]
+
+
+class Pool:
+    """Processes on devices, and the one queue that they take runs from. Several threads may give it work.
+
+    Every process sees its device alone (``CUDA_VISIBLE_DEVICES``), begins with its first run and serves all work after
+    it. One that dies takes its own run with it, and the next run begins another. Leaving the pool ends them; a run
+    under way saves its checkpoint first.
+
+    Args:
+        devices: from :func:`read_devices`.
+        out: a folder for what processes say in passing.
+        watch: hears of every run.
+    """
+
+    def __init__(self, devices: Sequence[str], out: str | Path, watch: DeviceWatch):
+        self.watch, self._lock = watch, threading.Lock()
+        self._queue: deque[tuple[Batch, int]] = deque()
+        self._more = threading.Condition()
+        self._closed = False
+        self._handler: Any = None
+        self.at_once = max(devices.count(name) for name in devices)
+        self._lanes = [Lane(self, name, number, devices, Path(out)) for number, name in enumerate(devices, start=1)]
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, _stopped)
+        for lane in self._lanes:
+            threading.Thread(target=self._serve, args=(lane,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._more:
+            self._closed = True
+            waiting, self._queue = [*self._queue], deque()
+            self._more.notify_all()
+        for lane in self._lanes:
+            lane.close()
+        for batch, _ in waiting:
+            _fail(batch, RuntimeError("the pool was closed"))
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def run(self, work: Work) -> Outcome:
+        """A whole comparison: its trials of learning rates, then its runs.
+
+        Raises:
+            UserError: as :func:`zoo.comparison.run.run_plan`.
+        """
+        return in_order(
+            work.plan,
+            work.out,
+            lambda titles: self.say("begin", [work.title(title) for title in titles]),
+            lambda jobs: self.share(work, jobs),
+        )
+
+    def share(self, work: Work, jobs: Sequence[Job]) -> list[Result]:
+        """Every job by whichever process is free; results in the order of the jobs."""
+        batch = Batch(work, jobs)
+        if not jobs:
+            return []
+        with self._more:
+            if self._closed:
+                raise RuntimeError("the pool was closed")
+            self._queue.extend((batch, index) for index in range(len(jobs)))
+            self._more.notify_all()
+        return batch.wait()
+
+    def say(self, what: str, *words: Any, **more: Any) -> None:
+        """Tell the watch; one thread at a time."""
+        with self._lock:
+            getattr(self.watch, what)(*words, **more)
+
+    def _serve(self, lane: Lane) -> None:
+        while True:
+            with self._more:
+                while not self._queue and not self._closed:
+                    self._more.wait()
+                if self._closed:
+                    return
+                batch, index = self._queue.popleft()
+            if batch.error is not None:
+                continue
+            try:
+                batch.results[index] = lane.take(batch.work, *batch.jobs[index])
+            except Exception as error:  # raised again by who waits for the batch
+                _fail(batch, error)
+            if len(batch.results) == len(batch.jobs):
+                batch.over.set()
+
+
+def _fail(batch: Batch, error: Exception) -> None:
+    batch.error = batch.error or error
+    batch.over.set()
 
 
 def _stopped(*_: Any) -> NoReturn:
     raise SIGTERMException()
 
 
-def _share(jobs: Sequence[Job], lanes: Sequence[Lane]) -> list[Result]:
-    """Every job by whichever lane is free; results in the order of the jobs."""
-    waiting, results = deque(enumerate(jobs)), dict[int, Result]()
-    errors: list[Exception] = []
-
-    def work(lane: Lane) -> None:
-        while not errors and not lane.closed:
-            try:
-                index, (run, known) = waiting.popleft()
-            except IndexError:
-                return
-            try:
-                results[index] = lane.take(run, known)
-            except Exception as error:  # raised again by who waits for the threads
-                errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(lane,), daemon=True) for lane in lanes]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)  # a join without an end would not hear a signal
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(jobs))]
-
-
 class Lane:
-    """One device: its process, started with its first run, and what it is told."""
+    """One place on a device: its process, started with its first run, and what that is told."""
 
-    _lock = threading.Lock()  # of everybody's watch
-
-    def __init__(
-        self, plan: Plan, out: Path, name: str, number: int, lanes: int, watch: DeviceWatch, admit: Admit | None
-    ):
-        self.plan, self.out, self.name, self.watch, self.admit = plan, out, name, watch, admit
-        self.title = f"{name} ({number})" if name == CPU and lanes > 1 else name
+    def __init__(self, pool: Pool, name: str, number: int, devices: Sequence[str], out: Path):
+        self.pool, self.name, self.at_once = pool, name, devices.count(name)
+        self.title = f"{name} ({number})" if self.at_once > 1 else name
         self.log = out / f"device-{number}.log"
-        self.environment = _environment(name, lanes)
+        self.environment = _environment(name, len(devices))
         self.process: subprocess.Popen[bytes] | None = None
+        self.known: set[Work] = set()  # by the process
         self.closed = False
 
-    def take(self, run: Run, known: Result | None) -> Result:
+    def take(self, work: Work, run: Run, known: Result | None) -> Result:
         """Run a job, unless it is over or does not fit.
 
         Raises:
             UserError: of what all arms share.
         """
-        self._say("take", run.title, self.title)
-        result = known if known is not None else over_before(self.plan, run, self.out)
+        title = work.title(run.title)
+        self.pool.say("take", title, self.title)
+        result = known if known is not None else over_before(work.plan, run, work.out)
         before = known is None and result is not None
         if result is None:
-            reason = self.admit(run) if self.admit is not None else None
-            result = not_run(run, reason) if reason is not None else self._train(run)
-        self._say("over", run.title, result.status, result.score, before=before)
+            reason = work.pace.admit(run) if work.pace is not None else None
+            if reason is not None:
+                result = not_run(run, reason)
+            else:
+                result = self._train(work, run)
+                if work.pace is not None:
+                    work.pace.over(run)
+        self.pool.say("over", title, result.status, result.score, before=before)
         return result
 
     def close(self) -> None:
@@ -164,30 +254,32 @@ class Lane:
     def _forget(self) -> int:
         """Wait for the end of the process, close what led to it, and give its status."""
         process, self.process = self.process, None
+        self.known.clear()
         if process is None:
             return 0
         with suppress(BrokenPipeError):
             process.__exit__(None, None, None)
         return process.wait()
 
-    def _say(self, what: str, *words: Any, **more: Any) -> None:
-        with self._lock:
-            getattr(self.watch, what)(*words, **more)
-
-    def _train(self, run: Run) -> Result:
-        job = {"arm": self.plan.arms.index(run.arm), "seed": run.seed}
-        job |= {"learning_rate": run.learning_rate, "factor": run.factor}
+    def _train(self, work: Work, run: Run) -> Result:
+        job = {"arm": work.plan.arms.index(run.arm), "seed": run.seed, "at_once": self.at_once}
+        job |= {"learning_rate": run.learning_rate, "factor": run.factor, "work": id(work)}
         try:
             process = self.process or self._open()
+            if work not in self.known:
+                content = pickle.dumps((work.plan, str(work.out)))
+                self._send(process, json.dumps({"work": id(work), "bytes": len(content)}).encode() + b"\n" + content)
+                self.known.add(work)
             self._send(process, json.dumps(job).encode() + b"\n")
             for line in process.stdout or ():
                 event = json.loads(line)
                 if event["event"] == "step":
-                    self._say("progress", run.title, event["done"], event["whole"], event["figures"])
+                    title = work.title(run.title)
+                    self.pool.say("progress", title, event["done"], event["whole"], event["figures"])
                 elif event["event"] == "refused":
                     raise UserError(event["message"])
                 elif event["event"] == "end":
-                    stored = (folder_of(run, self.out) / "status.json").read_text(encoding="utf-8")
+                    stored = (folder_of(run, work.out) / "status.json").read_text(encoding="utf-8")
                     return read_result(run.arm, json.loads(stored))
         except BrokenPipeError:
             pass  # it is dead, and its status says of what
@@ -197,6 +289,8 @@ class Lane:
         return not_run(run, f"its process on {self.title} ended with {status}; its last words: {self.log}", "failed")
 
     def _open(self) -> subprocess.Popen[bytes]:
+        if self.closed:
+            raise RuntimeError(f"{self.title} was closed")
         words = [sys.executable, "-m", "zoo.comparison.worker"]
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches this process, which lets the others save.
@@ -208,8 +302,6 @@ class Lane:
                 env=self.environment,
                 start_new_session=True,
             )
-        content = pickle.dumps((self.plan, str(self.out)))
-        self._send(process, f"{len(content)}\n".encode() + content)
         return process
 
     @staticmethod
@@ -222,10 +314,10 @@ class Lane:
 
 def _environment(name: str, lanes: int) -> dict[str, str]:
     """What a device's process sees."""
+    shared = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // lanes))} | os.environ
     if name == CPU:
-        threads = str(max(1, (os.cpu_count() or 1) // lanes))
-        return {"OMP_NUM_THREADS": threads, **os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        return shared | {"CUDA_VISIBLE_DEVICES": ""}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Devices are counted among those that this process sees.
     visible = [word.strip() for word in seen.split(",")] if seen else None
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": visible[int(name)] if visible is not None else name}
+    return shared | {"CUDA_VISIBLE_DEVICES": visible[int(name)] if visible is not None else name}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -39,22 +40,31 @@ class Allowance:
 
 
 class Pace:
-    """Lets runs begin as long as they fit: by the slowest so far, by the stated time at first."""
+    """Lets runs of one kind begin as long as they fit: by the slowest so far, by the stated time at first.
 
-    def __init__(self, allowance: Allowance, stated: float):
-        self.allowance, self.stated = allowance, stated
+    Several threads may ask.
+
+    Args:
+        allowance: of the call.
+        stated: seconds of a run that has its device for itself.
+        at_once: runs that share a device: until one has been timed, each is taken to slow the others down.
+    """
+
+    def __init__(self, allowance: Allowance, stated: float, at_once: int = 1):
+        self.allowance, self.stated = allowance, stated * at_once
         self.times: list[float] = []
-        self._begun: float | None = None
+        self._begun: dict[int, float] = {}  # by run: arms of two learning rates share their titles
+        self._lock = threading.Lock()
 
     def admit(self, run: Run) -> str | None:
-        """Asked between runs, so the one before is over."""
-        self.end()
-        reason = self.allowance.refuse(max(self.times, default=self.stated))
-        self._begun = self.allowance.clock() if reason is None else None
-        return reason
+        """Why the run does not begin; None: it does, now."""
+        with self._lock:
+            reason = self.allowance.refuse(max(self.times, default=self.stated))
+            if reason is None:
+                self._begun[id(run)] = self.allowance.clock()
+            return reason
 
-    def end(self) -> None:
-        """Take the time of the run that is over, if one has begun."""
-        if self._begun is not None:
-            self.times.append(self.allowance.clock() - self._begun)
-            self._begun = None
+    def over(self, run: Run) -> None:
+        """The run has ended: its time counts from now on."""
+        with self._lock:
+            self.times.append(self.allowance.clock() - self._begun.pop(id(run)))

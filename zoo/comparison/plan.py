@@ -75,6 +75,7 @@ class Result:
         train_curve: (tokens, training loss in nats per token) pairs.
         command: what trains it again, in another folder.
         scores: figures of the plan's readings, by ``READING/METRIC``.
+        at_once: runs that its device trained at the same time, itself included: above 1, its speed is none of its own.
     """
 
     arm: Arm
@@ -94,6 +95,7 @@ class Result:
     curve: list[tuple[int, float]] = field(default_factory=list)
     train_curve: list[tuple[int, float]] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
+    at_once: int = 1
 
     @property
     def score(self) -> str:

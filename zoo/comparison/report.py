@@ -25,7 +25,7 @@ from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 from zoo.page import to_html, to_markdown
 from zoo.plot import draw_chart
 
-SCHEMA = 3  # of results.json
+SCHEMA = 4  # of results.json
 
 
 # ------------------------------------------------------------------------------------------------------------- content
@@ -136,7 +136,9 @@ def _arm_content(
     done = [run for run in runs if run["status"] == "finished"]
     mean, half = interval([run[metric] for run in done])
     rates = [run["tokens_per_second"] for run in done if math.isfinite(run["tokens_per_second"])]
-    rate = math.fsum(rates) / len(rates) if rates else None
+    at_once = max((run["at_once"] for run in done), default=1)
+    # The speed of runs that shared a device is that of their company.
+    rate = math.fsum(rates) / len(rates) if rates and at_once == 1 else None
     tokens = max((run["tokens"] for run in done), default=0)
     grid = [plain_result(trial) for trial in outcome.trials if trial.arm is arm]
     chosen = next((run["learning_rate"] for run in runs if run["learning_rate"] is not None), arm.learning_rate)
@@ -163,6 +165,7 @@ def _arm_content(
         "learning_rate": chosen,
         "learning_rate_grid": grid,
         "tokens": tokens,
+        "at_once": at_once,
         "tokens_per_second": rate,
         "training_seconds": tokens / rate if rate else None,
         "mean": mean,
@@ -174,7 +177,7 @@ def _arm_content(
 
 # --------------------------------------------------------------------------------------------------------------- files
 RUN_COLUMNS = ("arm", "seed", "kind", "status", "learning_rate", "loss", "bpb", "tokens", "seconds")
-RUN_COLUMNS += ("tokens_per_second", "peak_bytes", "order_hash", "error")
+RUN_COLUMNS += ("tokens_per_second", "at_once", "peak_bytes", "order_hash", "error")
 CONTEXT_COLUMNS = ("arm", "context", "flops_per_token", "state_bytes", "rows", "tokens_per_second", "peak_bytes")
 CONTEXT_COLUMNS += ("reason",)
 ARM_COLUMNS = ("d_ff", "turned", "parameters", "deviation", "flops_per_token", "state_bytes")

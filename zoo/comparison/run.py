@@ -19,6 +19,7 @@ from lightning.pytorch import Callback
 
 from zoo.callbacks import Throughput
 from zoo.comparison.arm import instantiate
+from zoo.comparison.pace import Pace
 from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run
 from zoo.comparison.read import read
 from zoo.console import Lines
@@ -73,15 +74,11 @@ class Outcome:
         return [result for result in self.results if result.arm is arm]
 
 
-# Asked before a run that is not finished yet: None lets it begin, else the reason why it is left out.
-Admit = Callable[[Run], str | None]
-
-
 # A run, or what is known of it already.
 Job = tuple[Run, Result | None]
 
 
-def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: Admit | None = None) -> Outcome:
+def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, pace: Pace | None = None) -> Outcome:
     """Train and evaluate every arm with every seed; what the same plan has finished is not run again.
 
     First the trials of learning rates, then the first seed of all arms, then the second: stopped half-way, it is
@@ -91,7 +88,7 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: 
         plan: from :func:`make_plan`.
         out: the comparison's folder: one folder an arm and in it one a run.
         watch: hears how it goes; None: lines.
-        admit: may leave runs out that are not finished yet; None: all are run.
+        pace: may leave runs out that are not finished yet; None: all are run.
 
     Raises:
         UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
@@ -103,7 +100,7 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, admit: 
         for run, known in jobs:
             listener.start(run.title)
             if known is None:
-                results.append(_run(plan, run, out, listener, admit))
+                results.append(_run(plan, run, out, listener, pace))
             else:
                 listener.end(known.status, known.error, before=False)
                 results.append(known)
@@ -201,16 +198,18 @@ def longest_run(out: Path) -> float:
     return max((each["seconds"] for each in stored if each.get("seconds") is not None), default=0.0)
 
 
-def _run(plan: Plan, run: Run, out: Path, watch: Watch, admit: Admit | None) -> Result:
+def _run(plan: Plan, run: Run, out: Path, watch: Watch, pace: Pace | None) -> Result:
     before = over_before(plan, run, out)
     if before is not None:
         watch.end(before.status, before.score, before=True)
         return before
-    reason = admit(run) if admit is not None else None
+    reason = pace.admit(run) if pace is not None else None
     if reason is not None:
         watch.end("not run", reason, before=False)
         return not_run(run, reason)
     result = train_run(plan, run, out, watch)
+    if pace is not None:
+        pace.over(run)
     watch.end(result.status, result.score, before=False)
     return result
 
@@ -220,8 +219,12 @@ def not_run(run: Run, reason: str, status: str = "not run") -> Result:
     return Result(run.arm, status, run.seed, run.learning_rate, run.factor, error=reason)
 
 
-def train_run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
+def train_run(plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1) -> Result:
     """Train a run that is not over, from its checkpoint where it has one; what it dies of is its result.
+
+    Args:
+        plan, run, out, watch: as :func:`run_plan`.
+        at_once: runs that its device trains at the same time, for the record.
 
     Raises:
         UserError: of what all arms share, before the first step: it would be every run's.
@@ -243,6 +246,7 @@ def train_run(plan: Plan, run: Run, out: Path, watch: Watch) -> Result:
         gc.collect()  # the traceback is gone now, and with it the last hold on the run's tensors
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    result.at_once = at_once
     write_json(folder / "status.json", {"key": key, **plain_result(result)})
     return result
 

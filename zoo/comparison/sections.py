@@ -80,6 +80,12 @@ def caveats(content: Content) -> list[str]:
             f"The validation tokens themselves, in bits per byte: unigram entropy {unigram:.4f}, entropy "
             f"given the token before {bigram:.4f}."
         )
+    at_once = max(arm["at_once"] for arm in arms)
+    if at_once > 1:
+        lines.append(
+            f"Up to {at_once} runs shared a device: their speeds are not the architectures', so none is shown. "
+            "--measure times each arm alone."
+        )
     if len({arm["architecture"]["tie"] for arm in arms}) > 1:
         lines.append("Some arms tie embedding and head and some do not: their total parameters do not compare.")
     for name, values in content["differing"].items():

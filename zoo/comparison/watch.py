@@ -19,7 +19,7 @@ class DeviceWatch(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
     def begin(self, titles: Sequence[str]) -> None:
-        """What is going to run, in the order of the queue."""
+        """What is going to run, in the order of the queue; more may be said later."""
 
     def take(self, title: str, device: str) -> None:
         """A device takes a run."""
@@ -40,6 +40,10 @@ def watch_devices() -> DeviceWatch:
 class DeviceLines:
     """Every run by name: one line when it begins, up to four on its way, one at its end."""
 
+    def __init__(self) -> None:
+        self._quarters: dict[str, int] = {}  # by title
+        self._number = 0
+
     def __enter__(self) -> Self:
         return self
 
@@ -48,13 +52,12 @@ class DeviceLines:
 
     def begin(self, titles: Sequence[str]) -> None:
         """What is going to run."""
-        self._count, self._quarters = len(titles), dict.fromkeys(titles, 0)
-        self._number = 0
+        self._quarters |= dict.fromkeys(titles, 0)
 
     def take(self, title: str, device: str) -> None:
         """A device takes a run."""
         self._number += 1
-        print(f"run {self._number} of {self._count} on {device}: {title}", flush=True)
+        print(f"run {self._number} of {len(self._quarters)} on {device}: {title}", flush=True)
 
     def progress(self, title: str, done: int, whole: int, figures: dict[str, float]) -> None:
         """It has made steps."""
@@ -83,7 +86,7 @@ class DeviceTable(LiveRuns):
 
     def begin(self, titles: Sequence[str]) -> None:
         """What is going to run."""
-        self._places = {title: (row, "") for row, title in enumerate(titles)}
+        self._places |= {title: (row, "") for row, title in enumerate(titles, start=len(self._rows))}
         super().begin(titles)
 
     def take(self, title: str, device: str) -> None:

@@ -1,7 +1,7 @@
 """Trains runs of a comparison on the device that its environment shows it: python -m zoo.comparison.worker.
 
-It is started by :mod:`zoo.comparison.devices` and talks to it alone. In: a line with the size of the pickled plan and
-folder, these, then a line of JSON a run. Out: lines of JSON, of steps and of ends.
+It is started by :mod:`zoo.comparison.devices` and talks to it alone. In: lines of JSON; one that names a work and a
+size is followed by the pickled plan and folder, any other is a run of a work. Out: lines of JSON, of steps and of ends.
 """
 
 from __future__ import annotations
@@ -52,15 +52,19 @@ class Teller:
 
 def serve(source: Any, teller: Teller) -> None:
     """Train run after run, until the other side closes."""
-    plan, out = pickle.loads(source.read(int(source.readline())))
-    if not isinstance(plan, Plan):
-        raise TypeError(f"zoo.comparison.worker reads a Plan, got {type(plan).__name__}")
-    teller.tell(event="ready")
+    works: dict[int, tuple[Plan, Path]] = {}
     for line in source:
         job = json.loads(line)
+        if "bytes" in job:
+            plan, out = pickle.loads(source.read(job["bytes"]))
+            if not isinstance(plan, Plan):
+                raise TypeError(f"zoo.comparison.worker reads a Plan, got {type(plan).__name__}")
+            works[job["work"]] = plan, Path(out)
+            continue
+        plan, out = works[job["work"]]
         run = Run(plan.arms[job["arm"]], job["seed"], job["learning_rate"], job["factor"])
         try:
-            train_run(plan, run, Path(out), teller)
+            train_run(plan, run, out, teller, job["at_once"])
         except UserError as error:
             teller.tell(event="refused", message=str(error))
         else:

@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tier", type=int, metavar="N", help="1: two CPU cores (default); 2: one GPU; 3: a cluster")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these claims or families, of any tier")
     parser.add_argument("--free", action="store_true", help="only what needs no training")
+    parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="runs side by side, one process each: 0,1; a GPU that is named several times trains as many at once",
+    )
     parser.add_argument("--minutes", type=float, metavar="M", help="begin nothing that would not be over by then")
     parser.add_argument("--out", default="runs/claims", metavar="FOLDER", help="default runs/claims; goes on with it")
     parser.add_argument("--list", action="store_true", help="show the claims and what each costs; try none")
@@ -31,12 +36,14 @@ def run(args: argparse.Namespace) -> int:
         return _list(claims if _asks(args) else None)
     from zoo.claims.report import claims_table, collect, summary, write_report
     from zoo.claims.run import try_claims
+    from zoo.comparison.devices import read_devices
     from zoo.console import print_table
     from zoo.recipe import quiet, stop_status
 
     quiet(greetings=False)
     try:
-        outcome = try_claims(claims, args.out, minutes=args.minutes, watching=_watching)
+        devices = read_devices(args.devices) if args.devices is not None else ()
+        outcome = try_claims(claims, args.out, minutes=args.minutes, watching=_watching, devices=devices)
     except SystemExit as stop:
         status = stop_status(stop)
         if status is None:
@@ -77,4 +84,5 @@ def _list(claims: Sequence[Claim] | None) -> int:
 def _command(args: argparse.Namespace) -> str:
     words = ["zoo", "claims", *([f"--tier={args.tier}"] if args.tier is not None else [])]
     words += [*(["--only", *args.only] if args.only else []), *(["--free"] if args.free else [])]
+    words += [f"--devices={args.devices}"] if args.devices is not None else []
     return shlex.join([*words, *([f"--minutes={args.minutes:g}"] if args.minutes is not None else [])])

@@ -136,15 +136,15 @@ def _run(plan: Plan, out: Path, devices: str | None, allowance: Allowance) -> Ou
     from zoo.comparison.pace import Pace
     from zoo.comparison.run import longest_run, run_plan
 
-    before = longest_run(out)
+    pace = Pace(allowance, longest_run(out))
     if devices is not None:
         from zoo.comparison.devices import read_devices, run_on_devices
 
-        return run_on_devices(plan, out, read_devices(devices), pace=lambda: Pace(allowance, before).admit)
+        return run_on_devices(plan, out, read_devices(devices), pace=pace)
     from zoo.console import watch_runs
 
     with watch_runs() as watch:
-        return run_plan(plan, out, watch=watch, admit=Pace(allowance, before).admit)
+        return run_plan(plan, out, watch=watch, pace=pace)
 
 
 def _report_only(args: argparse.Namespace) -> int:
