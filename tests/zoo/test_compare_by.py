@@ -92,10 +92,11 @@ def test_without_leave_one_arm_out_ends_the_plan(recipe):
         make_plan(["GA/none", "GA"], recipe, tolerance=0.03)
 
 
-def test_the_comparison_at_25m_parses_builds_and_is_held():
+@pytest.mark.parametrize(("name", "seeds", "steps"), [("compare_25m", (1, 2, 3), 305), ("compare_25m_mqar", (1,), 400)])
+def test_the_comparisons_at_25m_parse_build_and_are_held(name, seeds, steps):
     parser = Parser("zoo compare", "")
     verb.add_arguments(parser)
-    request = verb.read_request(parser.read([str(RECIPES / "compare_25m.yaml")]))
+    request = verb.read_request(parser.read([str(RECIPES / f"{name}.yaml")]))
     here = ["--trainer.accelerator=cpu", "--trainer.precision=32-true"]
     plan = make_plan(
         request.arms,
@@ -105,8 +106,8 @@ def test_the_comparison_at_25m_parses_builds_and_is_held():
         contexts=request.contexts,
     )
     assert [arm.text for arm in plan.arms] == ["GA", "GDN", "GDN,SWA", "M2,GDN,SWA"]
-    assert plan.seeds == (1, 2, 3)
-    assert plan.tokens == 305 * plan.batch_tokens
+    assert plan.seeds == seeds
+    assert plan.tokens == steps * plan.batch_tokens
     for arm in plan.arms:
         assert arm.non_embedding == pytest.approx(25e6, rel=0.02)
         assert abs(arm.deviation) <= 0.01
