@@ -3,7 +3,9 @@
 import csv
 import json
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from zoo.budget import match_parameters, non_embedding
 from zoo.checkpoint import load_model
 from zoo.cli import main
 from zoo.comparison.arm import instantiate
+from zoo.comparison.report import versions
 from zoo.errors import UserError
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 
@@ -211,6 +214,15 @@ def test_a_task_is_compared_by_its_loss_and_what_finished_is_read_again(compare,
     assert "nats per label" in capsys.readouterr().out
     assert compare(*words) == 0
     assert re.search(r"finished before: \d\.\d{4} nats per label", capsys.readouterr().out)
+
+
+def test_a_report_names_the_commit_of_the_working_copy():
+    root = Path(__file__).parents[2]
+    words = ["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    if found.returncode or not (root / ".git").exists():
+        pytest.skip("this is no working copy of git")
+    assert versions()["code"].removesuffix("-dirty") == found.stdout.strip()
 
 
 def test_a_missing_recipe_is_named(tmp_path, capsys):

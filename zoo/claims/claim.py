@@ -54,7 +54,7 @@ class Experiment:
 
     @property
     def file(self) -> Path:
-        """The recipe.
+        """The recipe; below the working directory as seen from there, so that a run's command serves in any clone.
 
         Raises:
             UserError: it is not there.
@@ -62,7 +62,7 @@ class Experiment:
         path = RECIPES / f"{self.recipe}.yaml"
         if not path.is_file():
             raise UserError(f"no recipe at {path}: claims are tried with the recipes of a clone; work in one")
-        return path
+        return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
     @property
     def context(self) -> int:

@@ -62,7 +62,7 @@ def versions() -> dict[str, str]:
 
 def _commit() -> str:
     """The commit of a working copy, with a mark where files differ from it."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return "an installed package"
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
