@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   ?= runs/demo
+WORKERS ?= 8
 # One thread per process: two test workers share two cores, and single-threaded sums repeat exactly.
 TESTS  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
@@ -31,8 +32,10 @@ test: venv  ## the tests that need no GPU
 test-slow: venv  ## training checks, minutes each; their results are recorded in docs/
 	$(BIN)/python -m pytest -q -s -m slow
 
-test-gpu:  ## on a machine with a CUDA GPU, with its own Python
-	$(PYTHON) -m pytest -q -m gpu
+# Most of their time is the compiler's: as many processes as cores, sharing one GPU. Two tests time compilers and run alone.
+test-gpu:  ## on a machine with a CUDA GPU, with its own Python (WORKERS=16: processes)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(WORKERS) --dist worksteal -rs
+	$(PYTHON) -m pytest -q -m gpu tests/kernels/test_delta_triton_gpu.py -k first_call
 
 lint: venv  ## ruff and pyright
 	$(BIN)/ruff check .

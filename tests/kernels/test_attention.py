@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.waits import no_waits
 from zoo_kernels import backend as table
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.attention import attention
@@ -428,9 +429,5 @@ def test_no_backend_waits_for_the_device():
     for window in (None, 50):
         for name in serving(checked_call(*inputs, window=window, packing=packing)):
             attention(*inputs, window=window, packing=packing, backend=name).sum().backward()
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 attention(*inputs, window=window, packing=packing, backend=name).sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.waits import no_waits
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.attention import attention, cached, cached_attention
 
@@ -207,9 +208,5 @@ def test_it_equals_one_query_at_a_time_on_cuda(seed, dtype):
 @pytest.mark.gpu
 def test_a_step_does_not_wait_for_the_device():
     (q, k, v), q_positions, k_positions, window = draw(0, torch.bfloat16, "cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         cached_attention(q, k, v, q_positions=q_positions, k_positions=k_positions, window=window)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.waits import no_waits
 from zoo_kernels import backend as table
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.conv import MAX_WIDTH, short_conv, short_conv_reference
@@ -252,10 +253,6 @@ def test_it_equals_a_loop_over_tokens_on_cuda(seed, dtype):
 def test_it_does_not_wait_for_the_device():
     x, weight = torch.randn(1, 300, 64, device="cuda", requires_grad=True), torch.randn(64, 4, device="cuda")
     packing = Packing.from_offsets([0, 100, 100, 170, 300]).to("cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         y, last = short_conv(x, weight, packing=packing, activation="silu")
         (y.sum() + last.sum()).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

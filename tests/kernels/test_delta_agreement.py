@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.waits import no_waits
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.backend import backends
 from zoo_kernels.delta import delta_rule
@@ -621,12 +622,8 @@ def test_a_gpu_never_makes_the_host_wait(backend, cell, dtype):
     drawn = Case(cell, T=300, K=64, V=48, dtype=dtype, packing=offsets, device="cuda").draw()
     run(drawn, packing=list(offsets), backend=backend)  # first calls load libraries
     packing = Packing.from_offsets(offsets).to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(drawn, packing=packing, backend=backend)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

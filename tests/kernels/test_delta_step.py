@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.waits import no_waits
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.backend import explain, observe, prefer
 from zoo_kernels.delta import delta_rule
@@ -568,12 +569,8 @@ def test_the_host_never_waits():
         loop(packed, packing=packing)
 
     both()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         both()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

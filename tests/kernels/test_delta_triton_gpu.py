@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.kernels.delta_cases import CUDA, INPUTS, Case, assert_equal, check, errors, filled, limits, run, truth
+from tests.waits import no_waits
 from zoo_kernels import device
 from zoo_kernels.accuracy import limit, relative_error
 from zoo_kernels.delta import delta_rule
@@ -329,12 +330,8 @@ def test_a_new_packing_does_not_make_the_host_wait(member):
     drawn = case.draw()
     run(drawn, backend="triton", **case.options())  # first calls load libraries
     packing = Packing.from_offsets((0, 7, 7, 139, 300)).to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(drawn, backend="triton", packing=packing)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("member", ["GDN", "KDA"])

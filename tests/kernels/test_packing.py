@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.waits import no_waits
 from zoo_kernels.packing import CHUNK, Packing, as_packing
 
 
@@ -100,12 +101,8 @@ def test_a_packing_cannot_be_changed_and_moves_with_its_tables():
 @pytest.mark.gpu
 def test_reading_a_packing_on_cuda_never_waits_for_the_device():
     packing = Packing.from_offsets([0, 2, 2, 70]).to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         ids, positions, longest = packing.document_ids, packing.positions, packing.max_length
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert ids.tolist() == [0] * 2 + [2] * 68
     assert positions.tolist() == [0, 1, *range(68)]
     assert longest == 68
