@@ -99,6 +99,7 @@ class TaskScore(Metric):
         for name, size in sizes.items():
             self.add_state(name, default=torch.zeros(size, dtype=torch.float64), dist_reduce_fx="sum")
         self.set_dtype(torch.float64)
+        self._shares: list[Tensor] = []
 
     def update(
         self, answers: Tensor, labels: Tensor, slices: Mapping[str, Tensor] | None = None, stale: Tensor | None = None
@@ -135,6 +136,7 @@ class TaskScore(Metric):
         self.rows += used.sum(-1)
         self.row_means += (right_per_row / per_row.clamp(min=1)).sum(-1)
         self.rows_right += (used & (right_per_row == per_row)).sum(-1)
+        self._shares.append(right_per_row[0] / per_row[0])
         if self.ids is not None:
             self.labels_of += torch.bincount(labels[counted], minlength=self.ids)
             self.right_of += torch.bincount(labels[right[0]], minlength=self.ids)
@@ -145,6 +147,16 @@ class TaskScore(Metric):
             known = counted & (stale != -100)
             self.outdated += known.sum()
             self.outdated_given += (known & (answers == stale)).sum()
+
+    def row_shares(self) -> Tensor:
+        """The share of its labels that each row has right, float64 [rows], in the order read, of this process alone;
+        NaN where a row has no label."""
+        return torch.cat(self._shares) if self._shares else torch.zeros(0, dtype=torch.float64)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        self._shares = []
 
     def compute(self) -> dict[str, Tensor]:
         """Shares in [0, 1]; the first three also as ``NAME/accuracy`` and so on for every slice with a label.

@@ -21,7 +21,7 @@ from zoo import __version__
 from zoo.architecture import Architecture, settle
 from zoo.errors import UserError
 from zoo.loss import IGNORED
-from zoo.metrics import TokenLoss
+from zoo.metrics import TaskScore, TokenLoss
 from zoo.model import HybridLM
 from zoo.optim import BudgetSchedule, WarmupCosine, parameter_groups
 from zoo.sharding import ShardedStrategy, clip_gradients, gradient_norm, scale_gradients, shard
@@ -125,7 +125,8 @@ class HybridLMModule(pl.LightningModule):
         self.tokens_seen: int | Tensor = 0  # over all ranks
         self.window: Tensor | None = None  # summed loss and tokens of this rank's micro-batches since the last step
         self.losses: dict[str, Metric] = {stage: TokenLoss() for stage in ("val", "test")}
-        self.scores: dict[str, Metric] = {}  # accuracies, where the data is a task
+        self.scores: dict[str, TaskScore] = {}  # accuracies, where the data is a task
+        self.row_shares: dict[str, Tensor] = {}  # of the last pass over a split, row by row, where the data is a task
 
     def setup(self, stage: str) -> None:
         """Take the task's own metric from the data module, where it has one.
@@ -279,6 +280,8 @@ class HybridLMModule(pl.LightningModule):
             self.scores[stage].to(nll.device).update(answers, labels, batch["slices"], batch["stale"])
 
     def _report(self, stage: str) -> None:
+        if self.scores:
+            self.row_shares[stage] = self.scores[stage].row_shares().cpu()
         for metric in (self.losses[stage], *([self.scores[stage]] if self.scores else [])):
             for name, value in metric.compute().items():
                 self.log(f"{stage}/{name}", value.float(), prog_bar=name in ("loss", "bpb", "accuracy"))

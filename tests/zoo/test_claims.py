@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +17,17 @@ from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
 from zoo.claims.run import NO_GPU, NO_GPU_NAMED, Trial, plan_of
 from zoo.cli import main
+from zoo.comparison.intervals import bootstrap
 from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import Entry, Reading, instantiate, make_plan
+from zoo.comparison.read import read_rows
 from zoo.comparison.run import run_plan
 from zoo.errors import UserError
 from zoo.module import HybridLMModule
 from zoo.plot import chart_svg, draw_chart
 
 EXPERIMENTS = {c.experiment.name: c.experiment for c in table.CLAIMS if c.experiment is not None}
+RECIPES = claim.RECIPES
 ON_CPU = ("--trainer.accelerator=cpu", "--trainer.precision=32-true")
 LONGER = "--data.init_args.seq_len=64"
 TINY = Experiment(
@@ -337,6 +341,50 @@ def test_side_by_side_gives_the_same_scores_whatever_cannot_begin_and_whatever_n
     ]
     assert scores[0]["tiny"] == scores[1]["tiny"]
     assert scores[0]["rates"] == scores[1]["rates"]
+
+
+def test_leads_are_taken_row_by_row_over_the_rows_that_both_answered(claims, tmp_path):
+    text = (RECIPES / "tiny_overwrite.yaml").read_text(encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(text, encoding="utf-8")
+    settings = (
+        "--budget.tokens=11520",
+        "--model.lr_scheduler.init_args.warmup_steps=1",
+        "--trainer.val_check_interval=10",
+    )
+    options = "--data.init_args.test_rows=100"
+    experiment = replace(
+        TINY,
+        recipe="task",
+        arms=(Entry("LA"), Entry("DN")),
+        settings=settings,
+        readings=(Reading("test", (options,)),),
+        lengths={"test": 36},
+        score="test/accuracy",
+    )
+    rules = (Margin("DN", ("LA",), "test/accuracy", -1.0), Margin("DN", ("LA",), "test/loss", -9.0, lower=True))
+    assert claims(tiny_claim("rows", *rules, experiment=experiment)) == 0
+    content, _ = read(tmp_path)
+    (lead,) = content["leads"]  # of the loss there are no rows
+    assert (lead["figure"], lead["better"], lead["worse"], lead["rows"]) == ("test/row_accuracy", "DN", "LA", 100)
+    scores = {arm["name"]: arm["scores"]["0"] for arm in content["experiments"][0]["arms"]}
+    assert lead["lead"] == pytest.approx(scores["DN"]["test/accuracy"] - scores["LA"]["test/accuracy"], abs=1e-6)
+    assert lead["low"] <= lead["lead"] <= lead["high"]
+    stored = read_rows(tmp_path / "out" / "tiny" / "02-DN" / "seed-0")["test"]
+    assert stored.mean() == pytest.approx(scores["DN"]["test/row_accuracy"], abs=1e-6)
+    assert "Leads over rows" in (tmp_path / "out" / "claims.md").read_text(encoding="utf-8")
+    with (tmp_path / "out" / "leads.csv").open(newline="", encoding="utf-8") as file:
+        assert [float(row["lead"]) for row in csv.DictReader(file)] == [lead["lead"]]
+    assert claims(tiny_claim("rows", *rules, experiment=experiment)) == 0  # from what is stored
+    assert read(tmp_path)[0]["leads"] == content["leads"]
+
+
+def test_the_bootstrap_of_many_rows_is_the_normal_interval_and_of_equal_rows_a_point():
+    draw = np.random.default_rng(3)
+    values = draw.integers(0, 5, 4000) / 4 - draw.integers(0, 5, 4000) / 4
+    half = 1.959964 * values.std() / np.sqrt(len(values))
+    assert bootstrap(values) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.04 * half)
+    assert bootstrap(values) == bootstrap(values)
+    assert bootstrap(np.full(7, 0.5)) == (0.5, 0.5)
 
 
 def test_a_check_that_dies_did_not_hold_and_the_others_go_on(claims, tmp_path):

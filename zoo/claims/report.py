@@ -11,13 +11,14 @@ from typing import Any
 
 from zoo.claims.claim import Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, figure
+from zoo.claims.leads import leads_of
 from zoo.claims.run import Judged, Outcome, Trial
 from zoo.comparison.report import versions
 from zoo.comparison.run import finite, write_json
 from zoo.page import Section, Table, to_markdown
 from zoo.plot import Chart, Grid, Line, draw_chart
 
-SCHEMA = 1  # of claims.json
+SCHEMA = 2  # of claims.json
 SLOW = 2  # times the stated seconds, and a claim is called over its time
 Content = Mapping[str, Any]
 
@@ -33,6 +34,7 @@ def collect(outcome: Outcome, command: str) -> dict[str, Any]:
             "counts": {word: _count(outcome, word) for word in (HOLDS, FAILS, NOT_RUN)},
             "claims": [_claim_content(judged) for judged in outcome.judged],
             "experiments": [_trial_content(trial) for trial in outcome.trials],
+            "leads": [vars(lead) for lead in leads_of((judged.claim for judged in outcome.judged), outcome.trials)],
             "versions": versions(),
         }
     )
@@ -97,7 +99,7 @@ def write_report(outcome: Outcome, content: Content, out: str | Path) -> dict[st
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    names = ("claims.json", "claims.md", "figures.csv", "lengths.csv", "depths.csv", "states.csv")
+    names = ("claims.json", "claims.md", "figures.csv", "lengths.csv", "depths.csv", "states.csv", "leads.csv")
     files = {name: out / name for name in names}
     write_json(files["claims.json"], content)
     charts = {trial.experiment.name: charts_of(trial) for trial in outcome.trials}
@@ -110,6 +112,7 @@ def write_report(outcome: Outcome, content: Content, out: str | Path) -> dict[st
         ("lengths.csv", _length_rows(outcome.trials)),
         ("depths.csv", _depth_rows(outcome.trials)),
         ("states.csv", _state_rows(outcome.trials)),
+        ("leads.csv", ([lead[name] for name in COLUMNS["leads.csv"]] for lead in content["leads"])),
     ):
         _write_csv(files[name], COLUMNS[name], rows)
     return files
@@ -120,6 +123,7 @@ COLUMNS = {
     "lengths.csv": ("experiment", "arm", "seed", "trained_on", "tokens", "metric", "value"),
     "depths.csv": ("experiment", "arm", "seed", "trained_on", "tokens", "depth_to", "exact"),
     "states.csv": ("experiment", "arm", "seed", "context", "state_bytes", "figure", "value"),
+    "leads.csv": ("claim", "figure", "better", "worse", "seed", "rows", "lead", "low", "high"),
 }
 
 
@@ -246,6 +250,7 @@ def sections(content: Content, charts: Mapping[str, Sequence[Chart]]) -> list[Se
         pictures = [chart for name in names if name not in shown for chart in charts.get(name, ())]
         shown |= names.keys()
         found.append(Section(f"Family {family}", [line for claim in own for line in _words(claim)], charts=pictures))
+    found += [_lead_section(content["leads"])] if content["leads"] else []
     found += [_experiment_section(own) for own in content["experiments"] if own["arms"]]
     rows = [["command", content["command"]], *([name, str(value)] for name, value in content["versions"].items())]
     return [*found, Section("Provenance", table=Table((("what", True), ("which", True)), rows))]
@@ -307,6 +312,23 @@ def _words(claim: Content) -> list[str]:
 
 def _mark(held: bool | None) -> str:
     return "open" if held is None else "held" if held else "broken"
+
+
+def _lead_section(leads: Sequence[Content]) -> Section:
+    columns = (("claim", True), ("figure", True), ("arm", True), ("ahead of", True), ("seed", False), ("by", False))
+    columns += (("95 % interval", False), ("rows", False))
+    rows = [
+        [
+            *(lead["claim"], lead["figure"], lead["better"], lead["worse"], str(lead["seed"])),
+            *(f"{lead['lead']:+.4f}", f"{lead['low']:+.4f} to {lead['high']:+.4f}", f"{lead['rows']:,}"),
+        ]
+        for lead in leads
+    ]
+    words = (
+        "Both arms answered the same rows, so leads are taken row by row and the rows drawn anew 10,000 times. The "
+        "interval covers other rows of the same task; other first weights are the other seeds."
+    )
+    return Section("Leads over rows", (words,), Table(columns, rows))
 
 
 def _experiment_section(own: Content) -> Section:

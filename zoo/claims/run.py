@@ -10,16 +10,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, NOT_RUN, Verdict, judge, settle
 from zoo.comparison.devices import CPU, Pool, Work
 from zoo.comparison.pace import Allowance, Pace
-from zoo.comparison.plan import LEARNING_RATE, Arm, Plan, Result, make_plan
+from zoo.comparison.plan import LEARNING_RATE, Arm, Plan, Result, Run, make_plan
+from zoo.comparison.read import read_rows
 from zoo.comparison.report import text_entropies
 from zoo.comparison.run import Outcome as Ran
-from zoo.comparison.run import Watch, run_plan
+from zoo.comparison.run import Watch, folder_of, run_plan
 from zoo.comparison.watch import DeviceWatch, watch_devices
 from zoo.console import Lines
 from zoo.errors import UserError
@@ -37,6 +39,7 @@ class Trial:
         arms: sized; empty where none could be made.
         results: of every run, of all rates.
         scores: arm -> seed -> figure -> value, at each arm's best rate.
+        rows: arm -> seed -> reading -> the share of its labels that each row has right; of tasks, of the same runs.
         lost: arm -> why runs of it gave nothing.
         rates: arm -> the factor on the learning rate that it counts with.
         error: why none of its runs could begin, where that is so.
@@ -47,6 +50,7 @@ class Trial:
     train_context: int = 0
     results: list[Result] = field(default_factory=list)
     scores: dict[str, dict[int, dict[str, float]]] = field(default_factory=dict)
+    rows: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -254,6 +258,10 @@ def _settled(planned: Planned, ran: Mapping[float, Ran | UserError]) -> Trial:
     trial.results = [result for results in by_rate.values() for result in results]
     for title in titles:
         _settle_rate(trial, title, by_rate, planned.levels)
+    for title, by_seed in trial.scores.items():
+        work = planned.works[trial.rates[title]]
+        arm = next(arm for arm in work.plan.arms if arm.text == title)
+        trial.rows[title] = {seed: read_rows(folder_of(Run(arm, seed), work.out)) for seed in by_seed}
     return trial
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 
 def t_quantile(freedom: int, share: float = 0.95) -> float:
     """Student's two-sided quantile: ``t`` lies within it with probability ``share``.
@@ -40,6 +42,24 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
         return mean, None
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     return mean, t_quantile(n - 1) * deviation / math.sqrt(n)
+
+
+def bootstrap(values: np.ndarray, *, draws: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """The 95 % interval of a mean over rows, by resampling the rows (Efron 1979).
+
+    Of differences row by row it is the paired bootstrap. Drawing rows is drawing how often each value comes, which is
+    multinomial, and values are few.
+
+    Args:
+        values: [n], finite, n at least 1.
+        draws: how many means.
+        seed: of the draws.
+    """
+    distinct, counts = np.unique(values, return_counts=True)
+    n = len(values)
+    means = np.random.default_rng(seed).multinomial(n, counts / n, size=draws) @ distinct / n
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def compare_pair(metric: str, first: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -69,6 +71,37 @@ def positions(labels: Tensor, packing: Packing | None) -> Tensor:
     return place - starts[torch.bucketize(place, packing.cu_seqlens[1:].long(), right=True)] + 1
 
 
+ROWS = "rows.npz"  # beside a run's status: by reading, the share of its labels that each row has right
+
+
+def read_rows(folder: Path) -> dict[str, np.ndarray]:
+    """What :func:`read` has kept of a run, row by row, by reading; empty where its data is no task."""
+    path = folder / ROWS
+    if not path.is_file():
+        return {}
+    with np.load(path) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def read_all(cli: Any, run: Run, given: Sequence[str], readings: Sequence[Reading], folder: Path) -> dict[str, float]:
+    """Every reading, one after another; rows are kept in the run's folder, where the data is a task.
+
+    Args:
+        cli, run, given: as :func:`read`.
+
+    Returns:
+        figures by ``READING/METRIC``.
+    """
+    figures, rows = {}, {}
+    for reading in readings:
+        figures |= read(cli, run, given, reading)
+        if (shares := cli.model.row_shares.get(reading.split)) is not None:
+            rows[reading.name] = shares.numpy()
+    if rows:
+        np.savez_compressed(folder / ROWS, **rows)
+    return figures
+
+
 def read(cli: Any, run: Run, given: Sequence[str], reading: Reading) -> dict[str, float]:
     """The trained model on the split of other data settings; nothing of the run changes.
 
@@ -81,7 +114,7 @@ def read(cli: Any, run: Run, given: Sequence[str], reading: Reading) -> dict[str
     """
     other = instantiate(run.arm.recipe, [*given, "--trainer.logger=false", *reading.settings])
     # Rows of another length have other slices; the module takes the metric of the data that it meets next.
-    cli.model.scores = {}
+    cli.model.scores, cli.model.row_shares = {}, {}
     tester: Any = other.trainer
     by_position = PositionLoss(reading.edges) if reading.edges else None
     tester.callbacks += [by_position] if by_position is not None else []

@@ -21,7 +21,7 @@ from zoo.callbacks import Throughput
 from zoo.comparison.arm import instantiate
 from zoo.comparison.pace import Pace
 from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run
-from zoo.comparison.read import read
+from zoo.comparison.read import read_all
 from zoo.console import Lines
 from zoo.errors import UserError
 from zoo.run import LAST, read_metrics
@@ -293,9 +293,7 @@ def _train(plan: Plan, run: Run, folder: Path, watch: Watch) -> Result:
     tokens = trainer.global_step * per_step
     # Of the run, before longer rows are read; it begins anew at every step that is logged.
     peak = max(timed.peak_bytes, torch.cuda.max_memory_allocated()) if on_gpu else None
-    scores: dict[str, float] = {}
-    for reading in plan.readings if run.factor is None else ():
-        scores |= read(cli, run, given, reading)
+    scores = read_all(cli, run, given, plan.readings if run.factor is None else (), folder)
     loss, bpb = final["val/loss"], final.get("val/bpb", math.nan)
     rows = read_metrics(folder)
     name = "val/bpb" if math.isfinite(bpb) else "val/loss"

@@ -63,6 +63,8 @@ def verdicts(content: Content) -> list[str]:
 def caveats(content: Content) -> list[str]:
     """What the columns mean, and what to mistrust; written from the data."""
     arms, n = content["arms"], len(content["seeds"])
+    done = sorted({arm["n"] for arm in arms if arm["n"]})
+    some = done not in ([], [n])
     lines = [
         "Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per "
         f"sequence at {content['contexts'][0]:,} tokens."
@@ -72,7 +74,9 @@ def caveats(content: Content) -> list[str]:
     else:
         lines.append(
             f"± is the 95 % t interval over {n} seeds of the first weights; the order of the data is the same in all "
-            "runs, so it does not cover other orders." + (" Two seeds make it very wide." if n == 2 else "")
+            "runs, so it does not cover other orders."
+            + (" Two seeds make it very wide." if n == 2 or 2 in done else "")
+            + (f" Not all have finished: arms have {done[0]} to {done[-1]} of the {n}." if some else "")
         )
     if content["entropies"]:
         unigram, bigram = content["entropies"]["unigram"], content["entropies"]["bigram"]
