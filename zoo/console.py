@@ -12,6 +12,7 @@ from rich.table import Table
 
 _LINES = 4  # of progress a run, where there is no terminal
 _EVERY = 0.5  # seconds between two looks at a run's figures: each makes the host wait for the device
+_FRAME = 6  # lines of a screen that a table's head, frame and caption take
 
 
 def print_table(
@@ -98,7 +99,7 @@ class LiveRuns:
 
     def __exit__(self, *error: object) -> None:
         self._left = ""
-        self._show()
+        self._show(whole=True)
         self._live.stop()
 
     def begin(self, titles: Sequence[str]) -> None:
@@ -132,14 +133,20 @@ class LiveRuns:
         self._rows[self._now][1:] = [f"{status}{' before' if before else ''}", score]
         self._show()
 
-    def _show(self) -> None:
-        over = sum(row[1] not in ("waits", "begins") and "%" not in row[1] for row in self._rows)
+    def _show(self, *, whole: bool = False) -> None:
+        over = sum(row[1] != "waits" and not _under_way(row) for row in self._rows)
         table = Table(caption=f"{over} of {len(self._rows)} runs are over {self._left}", header_style="bold")
         for title in ("run", "progress", "figures"):
             table.add_column(title)
-        for row in self._rows:
+        # What is higher than the screen cannot be drawn over: then only runs under way are shown, and all at the end.
+        fits = whole or len(self._rows) <= self._live.console.height - _FRAME
+        for row in self._rows if fits else filter(_under_way, self._rows):
             table.add_row(*row)
         self._live.update(table, refresh=True)
+
+
+def _under_way(row: Sequence[str]) -> bool:
+    return row[1].startswith("begins") or "%" in row[1]
 
 
 def figure_words(logged: dict[str, float]) -> str:

@@ -13,12 +13,13 @@ def test_it_leaves_the_mode_as_it_was_whatever_pytorch_warns_of_and_the_code_rai
     modes = []
 
     def set_mode(mode):
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
         modes.append(mode)
+        if mode == "error":  # PyTorch warns once in a process, with the mode set already
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: modes.append("done"))
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with pytest.warns(UserWarning, match="prototype"), pytest.raises(KeyError), no_waits():  # the way out may warn too
+    with pytest.raises(KeyError), no_waits():
         raise KeyError
     assert modes == ["done", "error", "default"]
 

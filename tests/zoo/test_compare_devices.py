@@ -120,14 +120,16 @@ from zoo.comparison.devices import run_on_devices
 from zoo.recipe import stop_status
 plan = make_plan(["GA", "GDN,SWA"], sys.argv[1], tolerance=0.03, overrides=["--budget.tokens=12800000"])
 try:
-    run_on_devices(plan, sys.argv[2], ["cpu"])
+    run_on_devices(plan, sys.argv[2], sys.argv[3].split(","))
 except SystemExit as stop:
     sys.exit(stop_status(stop))
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
 def test_a_signal_lets_every_process_save_its_checkpoint(recipe, tmp_path):
-    words = [sys.executable, "-c", SCRIPT, str(recipe), str(tmp_path / "out")]
+    words = [sys.executable, "-c", SCRIPT, str(recipe), str(tmp_path / "out"), "cpu"]
     plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=["--budget.tokens=12800000"])
     folder = folder_of(Run(plan.arms[0], 1), tmp_path / "out")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -145,6 +147,27 @@ def test_a_signal_lets_every_process_save_its_checkpoint(recipe, tmp_path):
     assert not list((tmp_path / "out").glob("02-*")), "nothing else is begun"
 
 
+def test_a_second_ctrl_c_waits_for_nobody_and_every_process_saves_all_the_same(recipe, tmp_path):
+    out = tmp_path / "out"
+    words = [sys.executable, "-c", SCRIPT, str(recipe), str(out), "cpu,cpu"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        end = time.monotonic() + 60
+        while len([*out.glob("*/seed-1/**/metrics.csv")]) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=20)[0]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    end = time.monotonic() + 20
+    while len([*out.glob("*/seed-1/last.ckpt")]) < 2 and time.monotonic() < end:
+        time.sleep(0.2)
+    assert len([*out.glob("*/seed-1/last.ckpt")]) == 2
+
+
 def test_devices_are_read_and_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert read_devices("0,1") == ["0", "1"]
@@ -160,6 +183,21 @@ def test_every_process_sees_its_own_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert compare_devices._environment("1", 2)["CUDA_VISIBLE_DEVICES"] == "6"
     assert compare_devices._environment("cpu", 2)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_table_higher_than_the_screen_shows_what_is_under_way_and_all_at_the_end():
+    screen = io.StringIO()
+    titles = [f"run {number:02d}" for number in range(40)]
+    with DeviceTable(Console(file=screen, force_terminal=True, width=80, height=20)) as watch:
+        watch.begin(titles[:30])
+        watch.begin(titles[30:])
+        watch.take("run 31", "0 (2)")
+        watch.progress("run 31", 5, 10, {})
+        before = screen.getvalue()
+    assert "50% on 0 (2)" in before
+    assert "run 07" not in before
+    assert "0 of 40 runs are over" in before
+    assert all(title in screen.getvalue()[len(before) :] for title in titles)
 
 
 def test_the_table_shows_all_devices_at_once():

@@ -28,7 +28,7 @@ from zoo.errors import UserError
 
 Watching = Callable[[Experiment], AbstractContextManager[Watch]]
 NO_GPU = "needs a CUDA GPU, and there is none here"
-NO_GPU_NAMED = "needs a CUDA GPU, and --devices names none"
+NO_GPU_NAMED = "needs a CUDA GPU, and --devices names the CPU, which would take its share of the runs"
 
 
 @dataclass
@@ -198,7 +198,7 @@ def _side_by_side(
     watch: DeviceWatch | None,
 ) -> list[Trial]:
     """All experiments through one queue, in their order: none waits for the last run of the one before."""
-    without = "" if any(name != CPU for name in devices) else NO_GPU_NAMED
+    without = NO_GPU_NAMED if CPU in devices else ""
     ran: list[tuple[Planned, dict[float, Future[Ran]]]] = []
     count = max(1, sum(len(experiment.rates) for experiment in experiments))
     listening = watch if watch is not None else watch_devices()

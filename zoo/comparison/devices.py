@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +98,11 @@ class Batch:
         self.error: Exception | None = None
         self.over = threading.Event()
 
-    def wait(self) -> list[Result]:
-        """The results in the order of the jobs; or the error that ended them."""
+    def wait(self, closed: Callable[[], bool]) -> list[Result]:
+        """The results in the order of the jobs; or the error that ended them, the pool's end too."""
         while not self.over.wait(0.2):  # a wait without an end would not hear a signal
-            pass
+            if closed():
+                raise RuntimeError("the pool was closed")
         if self.error is not None:
             raise self.error
         return [self.results[index] for index in range(len(self.jobs))]
@@ -139,12 +140,12 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         with self._more:
             self._closed = True
-            waiting, self._queue = [*self._queue], deque()
+            self._queue.clear()
             self._more.notify_all()
+        for lane in self._lanes:  # all are told before one is waited for: a second signal cuts that short
+            lane.stop()
         for lane in self._lanes:
             lane.close()
-        for batch, _ in waiting:
-            _fail(batch, RuntimeError("the pool was closed"))
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
@@ -171,7 +172,7 @@ class Pool:
                 raise RuntimeError("the pool was closed")
             self._queue.extend((batch, index) for index in range(len(jobs)))
             self._more.notify_all()
-        return batch.wait()
+        return batch.wait(lambda: self._closed)
 
     def say(self, what: str, *words: Any, **more: Any) -> None:
         """Tell the watch; one thread at a time."""
@@ -234,17 +235,22 @@ class Lane:
             else:
                 result = self._train(work, run)
                 if work.pace is not None:
-                    work.pace.over(run)
+                    work.pace.over(run, whole=result.status == "finished")
         self.pool.say("over", title, result.status, result.score, before=before)
         return result
 
-    def close(self) -> None:
-        """End the process; one that trains saves its checkpoint first."""
+    def stop(self) -> None:
+        """Tell the process to end; one that trains saves its checkpoint first."""
         self.closed = True
         process = self.process  # the lane's own thread forgets it as soon as it hears the end
+        if process is not None:
+            process.terminate()
+
+    def close(self) -> None:
+        """Wait for the end of a process that was told to."""
+        process = self.process
         if process is None:
             return
-        process.terminate()
         try:
             process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -302,6 +308,8 @@ class Lane:
                 env=self.environment,
                 start_new_session=True,
             )
+        if self.closed:  # while it was begun
+            process.terminate()
         return process
 
     @staticmethod

@@ -64,7 +64,8 @@ class Pace:
                 self._begun[id(run)] = self.allowance.clock()
             return reason
 
-    def over(self, run: Run) -> None:
-        """The run has ended: its time counts from now on."""
+    def over(self, run: Run, *, whole: bool) -> None:
+        """The run has ended. If it was a whole one, and did not fail half-way, its time counts from now on."""
         with self._lock:
-            self.times.append(self.allowance.clock() - self._begun.pop(id(run)))
+            taken = self.allowance.clock() - self._begun.pop(id(run))
+            self.times += [taken] if whole else []

@@ -97,7 +97,7 @@ def read_all(cli: Any, run: Run, given: Sequence[str], readings: Sequence[Readin
         figures |= read(cli, run, given, reading)
         if (shares := cli.model.row_shares.get(reading.split)) is not None:
             rows[reading.name] = shares.numpy()
-    if rows:
+    if rows and cli.trainer.world_size == 1:  # each of several processes has only its own
         np.savez_compressed(folder / ROWS, **rows)
     return figures
 

@@ -193,9 +193,10 @@ def over_before(plan: Plan, run: Run, out: Path) -> Result | None:
 
 
 def longest_run(out: Path) -> float:
-    """Seconds of the longest run that earlier calls finished; 0 where there is none."""
+    """Seconds of the longest run that earlier calls finished, its share of the device's; 0 where there is none."""
     stored = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*/*/status.json")]
-    return max((each["seconds"] for each in stored if each.get("seconds") is not None), default=0.0)
+    timed = [each for each in stored if each.get("seconds") is not None]
+    return max((each["seconds"] / each.get("at_once", 1) for each in timed), default=0.0)
 
 
 def _run(plan: Plan, run: Run, out: Path, watch: Watch, pace: Pace | None) -> Result:
@@ -209,7 +210,7 @@ def _run(plan: Plan, run: Run, out: Path, watch: Watch, pace: Pace | None) -> Re
         return not_run(run, reason)
     result = train_run(plan, run, out, watch)
     if pace is not None:
-        pace.over(run)
+        pace.over(run, whole=result.status == "finished")
     watch.end(result.status, result.score, before=False)
     return result
 
@@ -238,6 +239,7 @@ def train_run(plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1) -
     except Exception as error:
         shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
         if isinstance(error, UserError) and shared and not (folder / LAST).exists():
+            (folder / "status.json").unlink()  # nothing has begun: corrected words may take the folder
             raise
         # Any other does not take the other runs with it; the table shows what this one died of.
         result.status = "diverged" if isinstance(error, NonFiniteError) else "failed"

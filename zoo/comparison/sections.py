@@ -63,8 +63,8 @@ def verdicts(content: Content) -> list[str]:
 def caveats(content: Content) -> list[str]:
     """What the columns mean, and what to mistrust; written from the data."""
     arms, n = content["arms"], len(content["seeds"])
-    done = sorted({arm["n"] for arm in arms if arm["n"]})
-    some = done not in ([], [n])
+    done = sorted({arm["n"] for arm in arms})
+    some = any(done) and done != [n]
     lines = [
         "Parameters without embedding and head. FLOPs: forward, per token, at the training context. State: per "
         f"sequence at {content['contexts'][0]:,} tokens."
@@ -315,8 +315,13 @@ def _curve_note(content: Content) -> str:
         "Lines are means over seeds, areas reach from the lowest to the highest seed. " if content["seeds"][1:] else ""
     )
     return band + (
-        "FLOPs are the model's, three times the forward. Seconds are tokens over the mean rate: without warm-up, "
-        "validation and saving, on the device that the provenance names."
+        "FLOPs are the model's, three times the forward."
+        + (
+            " Seconds are tokens over the mean rate: without warm-up, validation and saving, on the device that the "
+            "provenance names."
+            if all(arm["tokens_per_second"] for arm in content["arms"] if arm["n"])
+            else ""
+        )
     )
 
 

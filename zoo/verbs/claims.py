@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices",
         metavar="LIST",
-        help="runs side by side, one process each: 0,1; a GPU that is named several times trains as many at once",
+        help="runs side by side, one process a name: 0,1; or 0,0 for two on one GPU; cpu is a device too",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="begin nothing that would not be over by then")
     parser.add_argument("--out", default="runs/claims", metavar="FOLDER", help="default runs/claims; goes on with it")

@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="also time a few training steps of every arm at every --context"
     )
     parser.add_argument(
-        "--devices", metavar="LIST", help="runs side by side, one process a GPU: 0,1,2,3; cpu is one too"
+        "--devices",
+        metavar="LIST",
+        help="runs side by side, one process a name: 0,1,2,3; or 0,0 for two on one GPU; cpu is a device too",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no run that would not be over by then")
     parser.add_argument(
@@ -136,15 +138,16 @@ def _run(plan: Plan, out: Path, devices: str | None, allowance: Allowance) -> Ou
     from zoo.comparison.pace import Pace
     from zoo.comparison.run import longest_run, run_plan
 
-    pace = Pace(allowance, longest_run(out))
     if devices is not None:
         from zoo.comparison.devices import read_devices, run_on_devices
 
-        return run_on_devices(plan, out, read_devices(devices), pace=pace)
+        names = read_devices(devices)
+        pace = Pace(allowance, longest_run(out), at_once=max(names.count(name) for name in names))
+        return run_on_devices(plan, out, names, pace=pace)
     from zoo.console import watch_runs
 
     with watch_runs() as watch:
-        return run_plan(plan, out, watch=watch, pace=pace)
+        return run_plan(plan, out, watch=watch, pace=Pace(allowance, longest_run(out)))
 
 
 def _report_only(args: argparse.Namespace) -> int:
