@@ -32,7 +32,7 @@ test: venv  ## the tests that need no GPU
 test-slow: venv  ## training checks, minutes each; their results are recorded in docs/
 	$(BIN)/python -m pytest -q -s -m slow
 
-# Most of their time is the compiler's: as many processes as cores, sharing one GPU. Two tests time compilers and run alone.
+# Most of their time is the compiler's: as many processes as cores, which take the GPUs in turn. Two tests time compilers and run alone.
 test-gpu:  ## on a machine with a CUDA GPU, with its own Python (WORKERS=16: processes)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(WORKERS) --dist worksteal -rs --failures gpu-failures.txt
 	$(PYTHON) -m pytest -q -m gpu tests/kernels/test_delta_triton_gpu.py -k first_call

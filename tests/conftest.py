@@ -6,6 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+
+def _take_a_gpu() -> None:
+    """Processes of -n take the GPUs in turn; told before CUDA is begun, which no count here does."""
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
+    if worker and count > 1:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[int(worker.removeprefix("gw")) % count]
+
+
+_take_a_gpu()
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -11,24 +11,27 @@ PIECE_LOGITS = 2**24  # logits held at once, 64 MiB in fp32
 # A GPU gets pieces so many times as large, 512 MiB: products of few rows leave it idle, and the head's gradient, which
 # is as large as the head, is read and written once a piece.
 GPU_PIECE = 8
+FEW = 2  # where fewer than one position in so many has a label, as in tasks, those are gathered before the head
 
 
-def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of ``labels`` under ``softmax(hidden @ weight.T)``, summed over the labels that count.
 
-    The head is applied to positions with a label only. Gradients of both factors are computed piece by piece in the
+    The head is applied to positions with a label only, where their number is known: to count them itself, the host
+    would have to wait for a GPU. Gradients of both factors are computed piece by piece in the
     forward pass, so that memory holds at most 2^24 logits, on a GPU 2^27; sums are fp32 (float64 for float64 inputs).
 
     Args:
         hidden: [..., D], any float dtype; under autocast the product runs in autocast's dtype.
         weight: [vocab, D].
         labels: [...] int64, ``labels[t]`` belongs to ``hidden[t]``; -100 is not counted.
+        count: how many labels count, from who made the batch; None: not known; a GPU then takes all positions.
 
     Returns:
         nll: scalar in nats, fp32 or float64, 0 where nothing counts. tokens: int64 scalar, how many labels count.
 
     Raises:
-        ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100.
+        ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100, and a wrong count.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -39,21 +42,26 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, T
             f"token_nll: hidden has width {hidden.shape[-1]}, the head {weight.shape[-1]}; they must agree"
         )
     flat, targets = hidden.flatten(0, -2), labels.flatten()
+    tokens = (targets != IGNORED).sum()
     if targets.device.type == "cpu":
-        _check_labels(targets, weight.shape[0])
-        # Tasks label few positions; on a device finding them would make the host wait.
-        counted = (targets != IGNORED).nonzero().squeeze(-1)
-        if counted.numel() < targets.numel():
-            flat, targets = flat.index_select(0, counted), targets.index_select(0, counted)
+        _check_labels(targets, weight.shape[0], count)
+        count = int(tokens)
+    if count is not None and count * FEW <= targets.numel():
+        # Of -1, should the count be too large, a GPU makes an error.
+        places = torch.nonzero_static(targets != IGNORED, size=count, fill_value=-1).squeeze(-1)
+        flat, targets = flat.index_select(0, places), targets.index_select(0, places)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         flat, weight = flat.to(dtype), weight.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         nll = _TokenNLL.apply(flat, weight.to(flat.dtype), targets)
-    return nll, (targets != IGNORED).sum()
+    return nll, tokens
 
 
-def _check_labels(labels: Tensor, vocab: int) -> None:
+def _check_labels(labels: Tensor, vocab: int, count: int | None) -> None:
+    have = int((labels != IGNORED).sum())
+    if count not in (None, have):
+        raise ValueError(f"token_nll: count is {count}, but {have} labels count; whoever makes the batch counts them")
     wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab))
     if wrong.any():
         raise ValueError(

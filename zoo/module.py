@@ -46,6 +46,11 @@ def default_optimizer(groups: Iterable[Any]) -> Optimizer:
     return AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def inputs_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Any, int | None]:
+    """What :meth:`zoo.model.HybridLM.nll` takes of a batch."""
+    return batch["input_ids"], batch["labels"], batch.get("packing"), batch.get("tokens")
+
+
 class HybridLMModule(pl.LightningModule):
     """A hybrid language model under training.
 
@@ -216,7 +221,7 @@ class HybridLMModule(pl.LightningModule):
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> Tensor:
         """The summed loss of a micro-batch over ``PORTION``, of which ``on_before_optimizer_step`` makes a mean."""
-        nll, tokens = self.built().nll(batch["input_ids"], batch["labels"], batch.get("packing"))
+        nll, tokens = self.built().nll(*inputs_of(batch))
         sums = torch.stack([nll.detach().double(), tokens.double()])
         self.window = sums if self.window is None else self.window + sums
         return nll / PORTION
@@ -272,12 +277,12 @@ class HybridLMModule(pl.LightningModule):
         self._report("test")
 
     def _evaluate(self, batch: Mapping[str, Any], stage: str) -> None:
-        ids, labels, packing = batch["input_ids"], batch["labels"], batch.get("packing")
-        nll, tokens = self.built().nll(ids, labels, packing)
-        self.losses[stage].to(nll.device).update(nll, tokens, batch.get("bytes"))
         if self.scores:
-            answers = self.built()(ids, packing=packing).argmax(-1)
-            self.scores[stage].to(nll.device).update(answers, labels, batch["slices"], batch["stale"])
+            nll, tokens, answers = self.built().answered(*inputs_of(batch))
+            self.scores[stage].to(nll.device).update(answers, batch["labels"], batch["slices"], batch["stale"])
+        else:
+            nll, tokens = self.built().nll(*inputs_of(batch))
+        self.losses[stage].to(nll.device).update(nll, tokens, batch.get("bytes"))
 
     def _report(self, stage: str) -> None:
         if self.scores:

@@ -57,7 +57,7 @@ def shard(model: HybridLM, mesh: DeviceMesh, *, compute: torch.dtype | None = No
     for block in model.each_block():
         _shard_block(block, mesh, compute, reshard)
     fully_shard(model, mesh=mesh, mp_policy=_policy(model.parameters()))
-    for method in ("hidden", "nll"):
+    for method in ("hidden", "nll", "answered"):
         register_fsdp_forward_method(model, method)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zoo.model import HybridLM
-from zoo.module import HybridLMModule
+from zoo.module import HybridLMModule, inputs_of
 from zoo.run import LAST
 from zoo.sharding import gradient_norm
 
@@ -92,7 +92,7 @@ class NonFiniteGuard(Callback):
         try:
             for batch in self._batches:
                 with trainer.precision_plugin.train_step_context():
-                    model.nll(batch["input_ids"], batch["labels"], batch.get("packing"))
+                    model.nll(*inputs_of(batch))
         finally:
             for hook in hooks:
                 hook.remove()

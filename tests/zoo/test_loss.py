@@ -1,9 +1,13 @@
 """The loss in pieces equals the plain one, in value and in every gradient."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.waits import no_waits
 from zoo import loss
 from zoo.loss import token_nll
 
@@ -76,3 +80,43 @@ def test_shapes_that_disagree_are_named():
         token_nll(hidden, weight, labels[:2])
     with pytest.raises(ValueError, match="width 8"):
         token_nll(hidden, weight[:, :4], labels)
+
+
+def test_a_wrong_count_is_named():
+    hidden, weight, labels = inputs()
+    have = int((labels != -100).sum())
+    token_nll(hidden, weight, labels, have)
+    with pytest.raises(ValueError, match=f"count is {have + 1}, but {have} labels count"):
+        token_nll(hidden, weight, labels, have + 1)
+
+
+class Rows(TorchDispatchMode):
+    """Notes how many rows each product has."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.seen.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("ignored", [0.9, 0.2, 1.0])
+def test_the_head_takes_few_labels_alone_and_no_one_waits(device, ignored):
+    """All positions where most have labels: then nothing would be saved."""
+    hidden, weight, labels = inputs(rows=(5, 40), ignored=ignored)
+    wanted = torch.autograd.grad(plain(hidden, weight, labels), (hidden, weight))
+    have = int((labels != -100).sum())
+    hidden, weight, labels = (each.detach().to(device) for each in (hidden, weight, labels))
+    hidden.requires_grad_(), weight.requires_grad_()
+    token_nll(hidden, weight, labels, have)  # libraries are loaded
+    with no_waits() if device == "cuda" else nullcontext(), Rows() as rows:
+        nll, tokens = token_nll(hidden, weight, labels, have)
+    grads = torch.autograd.grad(nll, (hidden, weight))
+    assert int(tokens) == have
+    assert set(rows.seen) <= {have if have * 2 <= labels.numel() else labels.numel(), weight.shape[0]}
+    for got, want in zip(grads, wanted):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-10, atol=1e-12)
