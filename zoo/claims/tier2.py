@@ -56,15 +56,15 @@ RECALL_WIDE = _recall("recall_256_wide", 256, PLAIN, "--model.d_model=128", "--m
 
 
 def _overwrite(name: str, arms: tuple[str, ...], seeds: tuple[int, ...], *settings: str) -> Experiment:
-    """32 pairs and 32 new values in rows of 256; 1500 steps of 64 rows."""
+    """32 pairs and 32 new values in rows of 256; 3000 steps of 64 rows."""
     return Experiment(
         name=name,
         recipe="overwrite",
         arms=tuple(map(Entry, arms)),
         settings=(
             "--budget.batch_tokens=16384",
-            "--budget.tokens=24576000",
-            "--model.lr_scheduler.init_args.warmup_steps=150",
+            "--budget.tokens=49152000",
+            "--model.lr_scheduler.init_args.warmup_steps=300",
             *settings,
         ),
         seeds=seeds,
