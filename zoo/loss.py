@@ -11,27 +11,28 @@ PIECE_LOGITS = 2**24  # logits held at once, 64 MiB in fp32
 # A GPU gets pieces so many times as large, 512 MiB: products of few rows leave it idle, and the head's gradient, which
 # is as large as the head, is read and written once a piece.
 GPU_PIECE = 8
-FEW = 2  # where fewer than one position in so many has a label, as in tasks, those are gathered before the head
+FEW = 2  # where no more than one position in so many has a label, as in tasks, those are gathered before the head
 
 
-def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
+def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, at_most: int | None = None) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of ``labels`` under ``softmax(hidden @ weight.T)``, summed over the labels that count.
 
-    The head is applied to positions with a label only, where their number is known: to count them itself, the host
-    would have to wait for a GPU. Gradients of both factors are computed piece by piece in the
+    The head is applied to positions with a label only, where a bound on their number is known: to count them itself,
+    the host would have to wait for a GPU. Gradients of both factors are computed piece by piece in the
     forward pass, so that memory holds at most 2^24 logits, on a GPU 2^27; sums are fp32 (float64 for float64 inputs).
 
     Args:
         hidden: [..., D], any float dtype; under autocast the product runs in autocast's dtype.
         weight: [vocab, D].
         labels: [...] int64, ``labels[t]`` belongs to ``hidden[t]``; -100 is not counted.
-        count: how many labels count, from who made the batch; None: not known; a GPU then takes all positions.
+        at_most: no more labels count, says who made the batch; None: not known, and a GPU takes all positions.
 
     Returns:
         nll: scalar in nats, fp32 or float64, 0 where nothing counts. tokens: int64 scalar, how many labels count.
 
     Raises:
-        ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100, and a wrong count.
+        ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100, and more labels than
+            ``at_most``.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -44,12 +45,12 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, count: int | None 
     flat, targets = hidden.flatten(0, -2), labels.flatten()
     tokens = (targets != IGNORED).sum()
     if targets.device.type == "cpu":
-        _check_labels(targets, weight.shape[0], count)
-        count = int(tokens)
-    if count is not None and count * FEW <= targets.numel():
-        # Of -1, should the count be too large, a GPU makes an error.
-        places = torch.nonzero_static(targets != IGNORED, size=count, fill_value=-1).squeeze(-1)
-        flat, targets = flat.index_select(0, places), targets.index_select(0, places)
+        _check_labels(targets, weight.shape[0], at_most)
+        at_most = int(tokens)
+    if at_most is not None and at_most * FEW <= targets.numel():
+        places = torch.nonzero_static(targets != IGNORED, size=at_most, fill_value=0).squeeze(-1)
+        filled = torch.arange(at_most, device=targets.device) >= tokens
+        flat, targets = flat.index_select(0, places), targets.index_select(0, places).masked_fill(filled, IGNORED)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         flat, weight = flat.to(dtype), weight.to(dtype)
@@ -58,10 +59,12 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, count: int | None 
     return nll, tokens
 
 
-def _check_labels(labels: Tensor, vocab: int, count: int | None) -> None:
+def _check_labels(labels: Tensor, vocab: int, at_most: int | None) -> None:
     have = int((labels != IGNORED).sum())
-    if count not in (None, have):
-        raise ValueError(f"token_nll: count is {count}, but {have} labels count; whoever makes the batch counts them")
+    if at_most is not None and at_most < have:
+        raise ValueError(
+            f"token_nll: at_most is {at_most}, but {have} labels count; a batch's `tokens` must not be below that"
+        )
     wrong = (labels != IGNORED) & ((labels < 0) | (labels >= vocab))
     if wrong.any():
         raise ValueError(

@@ -299,23 +299,23 @@ class HybridLM(nn.Module):
         return checkpoint(block, x, None, packing, use_reentrant=False, context_fn=kept)
 
     def nll(
-        self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None, count: int | None = None
+        self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None, at_most: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The summed negative log likelihood of the labels that count, in nats, and how many they are.
 
         Args:
             input_ids, labels: [B, T]; a label of -100 does not count.
             packing: as :meth:`hidden`.
-            count: how many labels count, if that is known: :func:`zoo.loss.token_nll`.
+            at_most: no more labels count, if that is known: :func:`zoo.loss.token_nll`.
         """
-        return loss.token_nll(self.hidden(input_ids, packing=packing), self.head.weight, labels, count)
+        return loss.token_nll(self.hidden(input_ids, packing=packing), self.head.weight, labels, at_most)
 
     def answered(
-        self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None, count: int | None = None
+        self, input_ids: Tensor, labels: Tensor, packing: Packing | None = None, at_most: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`nll`, and the likeliest id at every position, [B, T]."""
         hidden = self.hidden(input_ids, packing=packing)
-        nll, tokens = loss.token_nll(hidden, self.head.weight, labels, count)
+        nll, tokens = loss.token_nll(hidden, self.head.weight, labels, at_most)
         return nll, tokens, self.head(hidden).argmax(-1)
 
     def new_caches(
