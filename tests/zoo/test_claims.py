@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from zoo.claims import claim, free, table
+from zoo.claims import run as run_module
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
@@ -341,6 +342,26 @@ def test_side_by_side_gives_the_same_scores_whatever_cannot_begin_and_whatever_n
     ]
     assert scores[0]["tiny"] == scores[1]["tiny"]
     assert scores[0]["rates"] == scores[1]["rates"]
+
+
+def test_no_recipe_is_read_while_runs_are_under_way(claims, monkeypatch):
+    """Reading one changes the folder of the process for a moment, and with it where every relative path leads."""
+    pools, planned = [], run_module.plan_of
+
+    class Watched(run_module.Pool):
+        def __enter__(self):
+            pools.append(self)
+            return super().__enter__()
+
+    def plan_of(*args):
+        assert not pools
+        return planned(*args)
+
+    monkeypatch.setattr(run_module, "Pool", Watched)
+    monkeypatch.setattr(run_module, "plan_of", plan_of)
+    other = tiny_claim("other", Bound("GA", "1x/bpb", most=100.0), experiment=replace(TINY, name="other"))
+    assert claims(SURE, other, words=["--devices", "cpu"]) == 0
+    assert len(pools) == 1
 
 
 def test_leads_are_taken_row_by_row_over_the_rows_that_both_answered(claims, tmp_path):

@@ -215,3 +215,20 @@ def test_the_table_shows_all_devices_at_once():
     assert "loss 1.250" in both
     assert "1 of 3 runs are over" in screen.getvalue()
     assert "left" in screen.getvalue()
+
+
+def test_a_process_that_cannot_be_begun_costs_its_run_alone(recipe, tmp_path, monkeypatch):
+    begin, calls = compare_devices.Lane._open, []
+
+    def once(lane):
+        calls.append(lane)
+        if len(calls) == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return begin(lane)
+
+    monkeypatch.setattr(compare_devices.Lane, "_open", once)
+    plan = make_plan(["GA", "GDN,SWA"], recipe, tolerance=0.03, seeds=1, overrides=["--budget.tokens=1280"])
+    outcome = run_on_devices(plan, tmp_path / "side", ["cpu"], watch=Heard())
+    assert [result.status for result in outcome.results] == ["failed", "finished"]
+    assert "Cannot allocate memory" in outcome.results[0].error
+    assert not outcome.good

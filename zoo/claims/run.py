@@ -199,15 +199,17 @@ def _side_by_side(
 ) -> list[Trial]:
     """All experiments through one queue, in their order: none waits for the last run of the one before."""
     without = NO_GPU_NAMED if CPU in devices else ""
-    ran: list[tuple[Planned, dict[float, Future[Ran]]]] = []
-    count = max(1, sum(len(experiment.rates) for experiment in experiments))
+    at_once = max(devices.count(name) for name in devices)
+    # Before the pool: reading a recipe moves the process into its folder for a moment, and paths are relative to ours.
+    planned = [
+        _planned(each, out / each.name, allowance, without, at_once, turn) for turn, each in enumerate(experiments)
+    ]
+    count = max(1, sum(len(each.works) for each in planned))
     listening = watch if watch is not None else watch_devices()
     # The threads only wait for the pool, which has to be left first: that ends their waits.
     with ThreadPoolExecutor(count) as threads, listening as listener, Pool(devices, out, listener) as pool:
         try:
-            for experiment in experiments:
-                planned = _planned(experiment, out / experiment.name, allowance, without, pool.at_once)
-                ran.append((planned, {f: threads.submit(pool.run, work) for f, work in planned.works.items()}))
+            ran = [(each, {f: threads.submit(pool.run, work) for f, work in each.works.items()}) for each in planned]
             waiting = {future for _, futures in ran for future in futures.values()}
             while waiting:
                 waiting = wait_for(waiting, timeout=0.2).not_done  # short waits hear a signal
@@ -223,7 +225,9 @@ def _outcome(future: Future[Ran]) -> Ran | UserError:
         return error
 
 
-def _planned(experiment: Experiment, out: Path, allowance: Allowance, without: str, at_once: int = 1) -> Planned:
+def _planned(
+    experiment: Experiment, out: Path, allowance: Allowance, without: str, at_once: int = 1, turn: int = 0
+) -> Planned:
     """Plan the runs; ``without`` says why experiments that need a GPU have none."""
     trial, titles = Trial(experiment), [entry.title for entry in experiment.arms]
     if experiment.gpu and without:
@@ -242,7 +246,7 @@ def _planned(experiment: Experiment, out: Path, allowance: Allowance, without: s
     for factor, plan in plans.items():
         several = experiment.rates != (1.0,)
         name = experiment.name + (f", learning rate x {factor:.3g}" if several else "")
-        works[factor] = Work(plan, out / f"rate-{factor:.3g}" if several else out, pace, name)
+        works[factor] = Work(plan, out / f"rate-{factor:.3g}" if several else out, pace, name, turn)
     return Planned(trial, works, levels)
 
 

@@ -77,12 +77,14 @@ class Work:
     Attributes:
         plan, out, pace: as :func:`zoo.comparison.run.run_plan`.
         name: stands before the titles of its runs, where several comparisons share a pool.
+        turn: runs of a lower one are taken before those of a higher one.
     """
 
     plan: Plan
     out: Path
     pace: Pace | None = None
     name: str = ""
+    turn: int = 0
 
     def title(self, title: str) -> str:
         """A run's, as watches know it."""
@@ -127,7 +129,6 @@ class Pool:
         self._more = threading.Condition()
         self._closed = False
         self._handler: Any = None
-        self.at_once = max(devices.count(name) for name in devices)
         self._lanes = [Lane(self, name, number, devices, Path(out)) for number, name in enumerate(devices, start=1)]
 
     def __enter__(self) -> Self:
@@ -171,6 +172,7 @@ class Pool:
             if self._closed:
                 raise RuntimeError("the pool was closed")
             self._queue.extend((batch, index) for index in range(len(jobs)))
+            self._queue = deque(sorted(self._queue, key=lambda job: job[0].work.turn))
             self._more.notify_all()
         return batch.wait(lambda: self._closed)
 
@@ -289,6 +291,9 @@ class Lane:
                     return read_result(run.arm, json.loads(stored))
         except BrokenPipeError:
             pass  # it is dead, and its status says of what
+        except OSError as error:  # no process, no memory for one, a full disk: this run's loss alone
+            self._forget()
+            return not_run(run, f"no process on {self.title}, or no result of it: {error}", "failed")
         status = self._forget()
         if self.closed:
             raise RuntimeError(f"{self.title} was closed while it trained {run.title}")
