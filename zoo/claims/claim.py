@@ -35,7 +35,9 @@ class Experiment:
         readings: what trained models are measured on; the figures are called ``READING/METRIC``.
         lengths: tokens of a row by reading; the decode state is counted at the first.
         score: the figure that pictures show.
-        seconds: of one run, with its readings: what ``--minutes`` goes by until a run has been timed.
+        seconds: of one run, with its readings, that has its device for itself: what ``--minutes`` goes by until a run
+            has been timed.
+        share: of a device that such a run keeps busy; one of small steps waits for the host, and others fit beside it.
         gpu: it needs one.
     """
 
@@ -50,6 +52,7 @@ class Experiment:
     lengths: Mapping[str, int] = field(default_factory=dict)
     score: str = "test/accuracy"
     seconds: float
+    share: float = 1.0
     gpu: bool = True
 
     @property
@@ -69,9 +72,13 @@ class Experiment:
         """Tokens at which the decode state is counted."""
         return next(iter(self.lengths.values()), 4096)
 
+    def beside(self, at_once: int) -> float:
+        """Seconds of one run among so many on its device."""
+        return self.seconds * max(1.0, at_once * self.share)
+
     @property
     def stated(self) -> float:
-        """Seconds of all runs, as stated."""
+        """Seconds of all runs, one after another."""
         return self.runs * self.seconds
 
     @property

@@ -133,7 +133,8 @@ def try_claims(
     if devices:
         gates = {claim.experiment.name for claim in claims if claim.experiment is not None and claim.gate}
         # What decides first, and of that what takes longest: a long run that begins last leaves the others idle.
-        order = sorted(tried.values(), key=lambda each: (each.name not in gates, -each.seconds))
+        at_once = max(devices.count(name) for name in devices)
+        order = sorted(tried.values(), key=lambda each: (each.name not in gates, -each.beside(at_once)))
         trials = _side_by_side(order, out, allowance, devices, watch)
     else:
         trials = [run_experiment(each, out / name, allowance, watching or _lines) for name, each in tried.items()]
@@ -233,7 +234,7 @@ def _planned(
     if experiment.gpu and without:
         trial.lost = dict.fromkeys(titles, without)
         return Planned(trial)
-    pace = Pace(allowance, experiment.seconds, at_once)
+    pace = Pace(allowance, experiment.beside(at_once))
     try:
         plans = {factor: plan_of(experiment, factor) for factor in experiment.rates}
         first = plans[experiment.rates[0]]
