@@ -144,6 +144,8 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(lambda value, _: short(value))
+    if max(y for line in chart.lines for _, y in line.points) >= 1e4:  # else a lone 1e6 would stand over the axis
+        axes.yaxis.set_major_formatter(lambda value, _: short(value))
     if chart.ticks:
         places = sorted({x for line in chart.lines for x, _ in line.points})
         axes.set_xticks(places, [f"{place:,.0f}" for place in places])

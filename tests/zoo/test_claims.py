@@ -4,8 +4,6 @@ import csv
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +16,8 @@ from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
 from zoo.claims.run import NO_GPU, NO_GPU_NAMED, Trial, plan_of
 from zoo.cli import main
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.intervals import bootstrap
-from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import Entry, Reading, instantiate, make_plan
 from zoo.comparison.read import read_rows
 from zoo.comparison.run import run_plan
@@ -117,13 +115,6 @@ def test_gla_has_the_state_of_deltanet_and_twice_that():
     state = {arm.text: arm.architecture.build(device="meta").state_bytes(256) for arm in plan.arms}
     assert state["GLA, equal state"] == state["DN, convolution"]
     assert state["GLA, twice the state"] == 2 * state["DN, convolution"]
-
-
-def test_runs_beside_each_other_wait_for_the_device_by_their_share_of_it():
-    small = replace(TINY, seconds=10, share=0.25)
-    assert [small.beside(count) for count in (1, 4, 8)] == [10, 10, 20]
-    assert replace(TINY, seconds=10).beside(8) == 80
-    assert small.stated == 10 * small.runs
 
 
 @pytest.mark.parametrize(
@@ -266,22 +257,19 @@ def test_the_files_hold_lengths_states_and_a_picture(claims, tmp_path):
         assert f"({name})" in (out / "claims.md").read_text(encoding="utf-8")
 
 
-def test_a_run_that_would_not_fit_does_not_begin_and_a_later_call_goes_on(claims, tmp_path, monkeypatch, capsys):
-    refuse = Allowance.refuse
+def test_no_run_begins_once_the_time_is_over_and_a_later_call_goes_on(claims, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def only_the_first(self, seconds):
+    def only_the_first(self, seconds=0.0):
         asked.append(seconds)
-        return None if len(asked) == 1 else refuse(self, 1e9)
+        return None if len(asked) == 1 else "--minutes 5: they are over"
 
     with monkeypatch.context() as patch:
         patch.setattr(Allowance, "refuse", only_the_first)
         assert claims(SURE, words=["--minutes", "5"]) == 0
-    assert asked[0] == TINY.seconds  # as stated; then as timed
-    assert asked[1] != TINY.seconds
     content, own = read(tmp_path)
     assert own["sure"]["verdict"] == NOT_RUN
-    assert own["sure"]["reason"].startswith("GDN,SWA: --minutes 5: it takes about")
+    assert own["sure"]["reason"] == "GDN,SWA: --minutes 5: they are over"
     runs = {arm["name"]: arm["runs"][0]["status"] for arm in content["experiments"][0]["arms"]}
     assert runs == {"GA": "finished", "GDN,SWA": "not run"}
     capsys.readouterr()
@@ -464,46 +452,31 @@ def test_other_readings_make_another_run(recipe, tmp_path):
 
 def test_an_arm_whose_trials_of_rates_were_left_out_is_not_run_rather_than_failed(recipe, tmp_path):
     plan = make_plan(["GA"], recipe, tolerance=0.03, rates=(0.5, 1.0), overrides=["--budget.tokens=5120"])
-    outcome = run_plan(plan, tmp_path / "out", pace=Pace(Allowance(1.0, clock=lambda: 0.0), stated=61.0))
+    now = iter([0.0, 61.0])
+    outcome = run_plan(plan, tmp_path / "out", allowance=Allowance(1.0, clock=lambda: next(now, 61.0)))
     (result,) = outcome.results
-    assert (result.status, result.error) == ("not run", "--minutes 1: it takes about 61 s, 60 are left")
+    assert (result.status, result.error) == ("not run", "--minutes 1: they are over")
     assert not outcome.good
     assert not list((tmp_path / "out").rglob("status.json"))
 
 
 # ------------------------------------------------------------------------------------------------------------- the time
-def test_the_pace_goes_by_the_slowest_run_so_far():
+def test_an_allowance_refuses_what_does_not_fit_and_everything_once_it_is_over():
     now = [0.0]
-    one: Any = SimpleNamespace(title="one")
-    two: Any = SimpleNamespace(title="two")
-    pace = Pace(Allowance(1.0, clock=lambda: now[0]), stated=10.0)
-    assert pace.admit(one) is None
-    now[0] = 25.0
-    pace.over(one, whole=True)
-    assert pace.admit(one) is None  # 25 more end at 50
-    now[0] = 30.0
-    assert pace.admit(two) is None  # at the same time; the slow one counts still: 55
-    pace.over(one, whole=True)
-    now[0] = 36.0
-    pace.over(two, whole=True)
-    assert pace.admit(one) == "--minutes 1: it takes about 25 s, 24 are left"
-    assert pace.times == [25.0, 5.0, 6.0]
+    own = Allowance(1.0, clock=lambda: now[0])
+    assert (own.left, own.refuse(), own.refuse(60.0)) == (60.0, None, None)
+    assert own.refuse(61.0) == "--minutes 1: it takes about 61 s, 60 are left"
+    now[0] = 60.0
+    assert own.refuse() == "--minutes 1: they are over"
+    assert Allowance().refuse(1e9) is None
 
 
-def test_runs_that_share_a_device_are_taken_to_slow_one_another_down_until_one_is_timed():
-    now = [0.0]
-    a_run: Any = SimpleNamespace(title="one")
-    pace = Pace(Allowance(1.0, clock=lambda: now[0]), stated=12.0, at_once=4)
-    assert pace.admit(a_run) is None
-    now[0] = 20.0
-    assert pace.admit(a_run) == "--minutes 1: it takes about 48 s, 40 are left"
-    pace.over(a_run, whole=False)
-    assert pace.admit(a_run) == "--minutes 1: it takes about 48 s, 40 are left", "what failed at once tells nothing"
-    now[0] = 5.0
-    assert pace.admit(a_run) is None
-    now[0] = 20.0
-    pace.over(a_run, whole=True)
-    assert pace.admit(a_run) is None
+def test_an_allowance_is_handed_to_another_process_by_the_seconds_that_are_left():
+    for minutes in (None, 2.0):
+        own = Allowance(minutes, clock=lambda: 5.0)
+        other = Allowance.taken(**json.loads(json.dumps(own.handed())))
+        assert other.words == own.words
+        assert other.left == pytest.approx(own.left, abs=5.0)
 
 
 def test_needles_are_drawn_by_depth_and_length(tmp_path):

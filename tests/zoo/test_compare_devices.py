@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from zoo.comparison import devices as compare_devices
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import Pool, Work, read_devices, run_on_devices
-from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import Run, make_plan
 from zoo.comparison.run import folder_of, run_plan
 from zoo.comparison.watch import DeviceLines, DeviceTable
@@ -35,11 +35,23 @@ class Heard(DeviceLines):
         super().progress(title, done, whole, figures)
 
 
-class NoTimeForSWA(Pace):
-    """Leaves one arm out."""
+class OneStep(Allowance):
+    """Over as soon as a run has begun."""
 
-    def admit(self, run):
-        return "no time is left" if run.arm.text == "SWA" else super().admit(run)
+    def handed(self):
+        return super().handed() | {"seconds": 0.0}
+
+
+class TwoRuns(Allowance):
+    """Over after two runs were begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = 0
+
+    def refuse(self, seconds=0.0):
+        self.begun += 1
+        return "no time is left" if self.begun > 2 else None
 
 
 def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_path, capsys):
@@ -65,7 +77,7 @@ def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_pa
     assert "finished before" in capsys.readouterr().out
 
 
-def test_a_process_that_dies_takes_its_own_run_with_it_and_what_does_not_fit_is_not_begun(
+def test_a_process_that_dies_takes_its_own_run_with_it_and_nothing_begins_once_the_time_is_over(
     recipe, tmp_path, monkeypatch
 ):
     plan = make_plan(["GA", "GDN,SWA", "SWA"], recipe, tolerance=0.03, overrides=["--budget.tokens=384"])
@@ -77,7 +89,7 @@ def test_a_process_that_dies_takes_its_own_run_with_it_and_what_does_not_fit_is_
             process.kill()
 
     monkeypatch.setattr(compare_devices.Lane, "_send", staticmethod(dying))
-    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), pace=NoTimeForSWA(Allowance(None), stated=1.0))
+    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), allowance=TwoRuns())
     assert [result.status for result in outcome.results] == ["finished", "failed", "not run"]
     assert "its process on cpu ended with -9" in outcome.results[1].error
     assert outcome.results[2].error == "no time is left"
@@ -215,6 +227,28 @@ def test_the_table_shows_all_devices_at_once():
     assert "loss 1.250" in both
     assert "1 of 3 runs are over" in screen.getvalue()
     assert "left" in screen.getvalue()
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu", "cpu"]], ids=["in this process", "side by side"])
+def test_what_is_under_way_when_the_time_is_over_is_saved_and_goes_on_to_the_same_numbers(recipe, tmp_path, devices):
+    plan = make_plan(["GA", "GDN,SWA"], recipe, tolerance=0.03, overrides=["--budget.tokens=1280"])
+    if devices:
+        stopped = run_on_devices(plan, tmp_path / "out", devices, watch=Heard(), allowance=OneStep(9.0))
+        expected = "--minutes 9: saved at step 1 of 10; the same command goes on from there"
+        assert [result.error for result in stopped.results] == [expected] * 2
+    else:
+        times = iter([0.0] * 5)  # when it is made, before the first run, and after three of its steps
+        stopped = run_plan(plan, tmp_path / "out", allowance=Allowance(9.0, clock=lambda: next(times, 1e3)))
+        assert [result.error for result in stopped.results] == [
+            "--minutes 9: saved at step 4 of 10; the same command goes on from there",
+            "--minutes 9: they are over",
+        ]
+    assert {result.status for result in stopped.results} == {"not run"}
+    went_on = run_on_devices(plan, tmp_path / "out", devices) if devices else run_plan(plan, tmp_path / "out")
+    straight = run_plan(plan, tmp_path / "straight")
+    assert [(r.status, r.loss, r.order_hash) for r in went_on.results] == [
+        ("finished", r.loss, r.order_hash) for r in straight.results
+    ]
 
 
 def test_a_process_that_cannot_be_begun_costs_its_run_alone(recipe, tmp_path, monkeypatch):

@@ -116,6 +116,14 @@ def test_no_arm_is_drawn_in_a_colour_that_a_dark_page_swallows():
     assert "#000000" not in chart_svg(many)
 
 
+def test_large_numbers_stand_at_their_ticks_and_not_as_a_power_over_the_axis():
+    svg = chart_svg(Chart("speed", "t", "tokens", "tokens/s", (Line("GA", ((1, 2e5), (2, 1e6))),)))
+    tree = ElementTree.fromstring(svg)
+    texts = ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"200k", "1M"} <= set(texts)
+    assert not any("e" in text and text[0].isdigit() for text in texts)
+
+
 def test_a_chart_is_a_picture_too(tmp_path):
     draw_chart(CHART, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000

@@ -35,9 +35,7 @@ class Experiment:
         readings: what trained models are measured on; the figures are called ``READING/METRIC``.
         lengths: tokens of a row by reading; the decode state is counted at the first.
         score: the figure that pictures show.
-        seconds: of one run, with its readings, that has its device for itself: what ``--minutes`` goes by until a run
-            has been timed.
-        share: of a device that such a run keeps busy; one of small steps waits for the host, and others fit beside it.
+        seconds: of one run, with its readings, that has its device for itself.
         gpu: it needs one.
     """
 
@@ -52,7 +50,6 @@ class Experiment:
     lengths: Mapping[str, int] = field(default_factory=dict)
     score: str = "test/accuracy"
     seconds: float
-    share: float = 1.0
     gpu: bool = True
 
     @property
@@ -71,10 +68,6 @@ class Experiment:
     def context(self) -> int:
         """Tokens at which the decode state is counted."""
         return next(iter(self.lengths.values()), 4096)
-
-    def beside(self, at_once: int) -> float:
-        """Seconds of one run among so many on its device."""
-        return self.seconds * max(1.0, at_once * self.share)
 
     @property
     def stated(self) -> float:

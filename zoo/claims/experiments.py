@@ -17,7 +17,6 @@ def _recall(
     arms: tuple[Entry, ...],
     *settings: str,
     steps: int,
-    share: float = 0.2,
     seeds: tuple[int, ...] = (0,),
 ) -> Experiment:
     """MQAR. Rows of 4 to 64 pairs in turn are learned from, rows of 64 are asked: with 64 alone none leaves the start.
@@ -44,7 +43,6 @@ def _recall(
         readings=(Reading("test", (options.format(length, vocab, 0),)),),
         lengths={"test": length},
         seconds=0.011 * steps,
-        share=share,
     )
 
 
@@ -71,7 +69,7 @@ RECALL = _recall(
     steps=4000,
     seeds=(0, 1),
 )
-RECALL_HARD = _recall("recall_512", 512, 1024, PLAIN, steps=8000, share=0.3)
+RECALL_HARD = _recall("recall_512", 512, 1024, PLAIN, steps=8000)
 RECALL_WIDE = _recall("recall_256_wide", 256, 512, PLAIN, "--model.d_model=128", steps=4000)
 
 
@@ -91,7 +89,6 @@ def _overwrite(name: str, arms: tuple[str, ...], seeds: tuple[int, ...], *settin
         readings=(Reading("test"),),
         lengths={"test": 256},
         seconds=33,
-        share=0.25,
     )
 
 
@@ -104,9 +101,7 @@ OVERWRITE_PAIRS = _overwrite("overwrite_pairs", ("SWA", "DN,SWA", "GDN,SWA"), (0
 
 
 # --------------------------------------------------------------------------------------------------------------- MAD
-def _mad(
-    name: str, length: int, seconds: float, *settings: str, share: float = 0.2, seeds: tuple[int, ...] = (0,)
-) -> Experiment:
+def _mad(name: str, length: int, seconds: float, *settings: str, seeds: tuple[int, ...] = (0,)) -> Experiment:
     return Experiment(
         name=name,
         recipe="mad_lite",
@@ -117,7 +112,6 @@ def _mad(
         readings=(Reading("test"),),
         lengths={"test": length},
         seconds=seconds,
-        share=share,
     )
 
 
@@ -129,7 +123,6 @@ COPY = _mad(
     "--data.init_args.task=mad_copy",
     "--budget.batch_tokens=32768",
     "--budget.tokens=40960000",
-    share=0.3,
 )
 MEMORIZE = _mad(
     "mad_memorize",
@@ -178,7 +171,6 @@ def _tracking(
         lengths={"2x": 80, "6x": 256},
         score="2x/accuracy",
         seconds=0.012 * steps,
-        share=0.2,
     )
 
 
@@ -237,7 +229,6 @@ def _needle(name: str, form: int, *patterns: str) -> Experiment:
         lengths={str(length): length for length in lengths},
         score="512/exact",
         seconds=30,
-        share=0.5,
     )
 
 

@@ -46,8 +46,7 @@ def _count(outcome: Outcome, word: str) -> int:
 
 def _claim_content(judged: Judged) -> dict[str, Any]:
     claim, verdict = judged.claim, judged.verdict
-    own, at_once = claim.experiment, judged.at_once
-    stated = own.runs * own.beside(at_once) if own is not None else claim.seconds
+    stated = claim.experiment.stated if claim.experiment is not None else claim.seconds
     names = ("name", "tier", "family", "sentence", "source", "expected", "gate", "cost")
     return {
         **{name: getattr(claim, name) for name in names},
@@ -56,7 +55,7 @@ def _claim_content(judged: Judged) -> dict[str, Any]:
         "reason": verdict.reason,
         "findings": [{"words": finding.words, "held": finding.held} for finding in verdict.findings],
         "seconds": judged.seconds,
-        "over_its_time": judged.seconds is not None and judged.seconds > SLOW * stated,
+        "over_its_time": judged.seconds is not None and judged.seconds > SLOW * stated * judged.at_once,
     }
 
 

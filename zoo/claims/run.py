@@ -15,8 +15,8 @@ import torch
 
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, NOT_RUN, Verdict, judge, settle
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import CPU, Pool, Work
-from zoo.comparison.pace import Allowance, Pace
 from zoo.comparison.plan import LEARNING_RATE, Arm, Plan, Result, Run, make_plan
 from zoo.comparison.read import read_rows
 from zoo.comparison.report import text_entropies
@@ -114,7 +114,7 @@ def try_claims(
     Args:
         claims: from :func:`zoo.claims.table.select`.
         out: one folder an experiment, in it one an arm, in it one a run, as of a comparison.
-        minutes: nothing begins that would not be over by then.
+        minutes: what is under way then is saved, and goes on with the next call.
         watching: what shows the runs of an experiment; None: lines.
         devices: from :func:`zoo.comparison.devices.read_devices`: as many runs at once, of whatever experiments; none:
             one run after another, in this process.
@@ -133,8 +133,7 @@ def try_claims(
     if devices:
         gates = {claim.experiment.name for claim in claims if claim.experiment is not None and claim.gate}
         # What decides first, and of that what takes longest: a long run that begins last leaves the others idle.
-        at_once = max(devices.count(name) for name in devices)
-        order = sorted(tried.values(), key=lambda each: (each.name not in gates, -each.beside(at_once)))
+        order = sorted(tried.values(), key=lambda each: (each.name not in gates, -each.seconds))
         trials = _side_by_side(order, out, allowance, devices, watch)
     else:
         trials = [run_experiment(each, out / name, allowance, watching or _lines) for name, each in tried.items()]
@@ -184,7 +183,7 @@ def run_experiment(experiment: Experiment, out: Path, allowance: Allowance, watc
     for factor, work in planned.works.items():
         with watching(experiment) as watch:
             try:
-                ran[factor] = run_plan(work.plan, work.out, watch=watch, pace=work.pace)
+                ran[factor] = run_plan(work.plan, work.out, watch=watch, allowance=work.allowance)
             except UserError as error:
                 ran[factor] = error
                 break
@@ -200,11 +199,8 @@ def _side_by_side(
 ) -> list[Trial]:
     """All experiments through one queue, in their order: none waits for the last run of the one before."""
     without = NO_GPU_NAMED if CPU in devices else ""
-    at_once = max(devices.count(name) for name in devices)
     # Before the pool: reading a recipe moves the process into its folder for a moment, and paths are relative to ours.
-    planned = [
-        _planned(each, out / each.name, allowance, without, at_once, turn) for turn, each in enumerate(experiments)
-    ]
+    planned = [_planned(each, out / each.name, allowance, without, turn) for turn, each in enumerate(experiments)]
     count = max(1, sum(len(each.works) for each in planned))
     listening = watch if watch is not None else watch_devices()
     # The threads only wait for the pool, which has to be left first: that ends their waits.
@@ -226,15 +222,12 @@ def _outcome(future: Future[Ran]) -> Ran | UserError:
         return error
 
 
-def _planned(
-    experiment: Experiment, out: Path, allowance: Allowance, without: str, at_once: int = 1, turn: int = 0
-) -> Planned:
+def _planned(experiment: Experiment, out: Path, allowance: Allowance, without: str, turn: int = 0) -> Planned:
     """Plan the runs; ``without`` says why experiments that need a GPU have none."""
     trial, titles = Trial(experiment), [entry.title for entry in experiment.arms]
     if experiment.gpu and without:
         trial.lost = dict.fromkeys(titles, without)
         return Planned(trial)
-    pace = Pace(allowance, experiment.beside(at_once))
     try:
         plans = {factor: plan_of(experiment, factor) for factor in experiment.rates}
         first = plans[experiment.rates[0]]
@@ -247,7 +240,7 @@ def _planned(
     for factor, plan in plans.items():
         several = experiment.rates != (1.0,)
         name = experiment.name + (f", learning rate x {factor:.3g}" if several else "")
-        works[factor] = Work(plan, out / f"rate-{factor:.3g}" if several else out, pace, name, turn)
+        works[factor] = Work(plan, out / f"rate-{factor:.3g}" if several else out, allowance, name, turn)
     return Planned(trial, works, levels)
 
 

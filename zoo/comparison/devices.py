@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zoo.comparison.pace import Pace
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.plan import Plan, Result, Run
 from zoo.comparison.run import Job, Outcome, folder_of, in_order, not_run, over_before, read_result
 from zoo.comparison.watch import DeviceWatch, watch_devices
@@ -49,14 +49,14 @@ def run_on_devices(
     devices: Sequence[str],
     *,
     watch: DeviceWatch | None = None,
-    pace: Pace | None = None,
+    allowance: Allowance | None = None,
 ) -> Outcome:
     """As :func:`zoo.comparison.run.run_plan`, with as many runs at once as there are devices.
 
     The order of starts is that of one device, and so are all numbers but the speeds.
 
     Args:
-        plan, out, pace: as there.
+        plan, out, allowance: as there.
         devices: from :func:`read_devices`, at least one.
         watch: hears how it goes; None: a table that fills on a terminal, lines elsewhere.
 
@@ -65,7 +65,7 @@ def run_on_devices(
     """
     with watch if watch is not None else watch_devices() as listener, Pool(devices, out, listener) as pool:
         try:
-            return pool.run(Work(plan, Path(out), pace))
+            return pool.run(Work(plan, Path(out), allowance if allowance is not None else Allowance()))
         except KeyboardInterrupt:
             raise SystemExit(1) from None  # as Lightning ends a run
 
@@ -75,14 +75,14 @@ class Work:
     """A comparison whose runs a pool takes.
 
     Attributes:
-        plan, out, pace: as :func:`zoo.comparison.run.run_plan`.
+        plan, out, allowance: as :func:`zoo.comparison.run.run_plan`.
         name: stands before the titles of its runs, where several comparisons share a pool.
         turn: runs of a lower one are taken before those of a higher one.
     """
 
     plan: Plan
     out: Path
-    pace: Pace | None = None
+    allowance: Allowance = field(default_factory=Allowance)
     name: str = ""
     turn: int = 0
 
@@ -231,13 +231,8 @@ class Lane:
         result = known if known is not None else over_before(work.plan, run, work.out)
         before = known is None and result is not None
         if result is None:
-            reason = work.pace.admit(run) if work.pace is not None else None
-            if reason is not None:
-                result = not_run(run, reason)
-            else:
-                result = self._train(work, run)
-                if work.pace is not None:
-                    work.pace.over(run, whole=result.status == "finished")
+            reason = work.allowance.refuse()
+            result = not_run(run, reason) if reason is not None else self._train(work, run)
         self.pool.say("over", title, result.status, result.score, before=before)
         return result
 
@@ -272,6 +267,7 @@ class Lane:
     def _train(self, work: Work, run: Run) -> Result:
         job = {"arm": work.plan.arms.index(run.arm), "seed": run.seed, "at_once": self.at_once}
         job |= {"learning_rate": run.learning_rate, "factor": run.factor, "work": id(work)}
+        job |= {"allowance": work.allowance.handed()}
         try:
             process = self.process or self._open()
             if work not in self.known:

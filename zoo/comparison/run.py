@@ -16,16 +16,18 @@ from typing import Any, Protocol
 import torch
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zoo.callbacks import Throughput
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.arm import instantiate
-from zoo.comparison.pace import Pace
 from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run
 from zoo.comparison.read import read_all
 from zoo.console import Lines
 from zoo.errors import UserError
 from zoo.run import LAST, read_metrics
-from zoo.watch import NonFiniteError
+from zoo.watch import NonFiniteError, SaveOnSignal
 
 
 class Watch(Protocol):
@@ -57,6 +59,34 @@ class Steps(Callback):
         )
 
 
+class EndsInTime(Callback):
+    """Has a run saved and ended, as SIGTERM does, once the time of its call is over.
+
+    Attributes:
+        stopped: the step that it was saved at, and how many there are; None: it was not.
+    """
+
+    def __init__(self, allowance: Allowance):
+        self.allowance = allowance
+        self.stopped: tuple[int, int] | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._look(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._look(trainer)
+
+    def _look(self, trainer: Any) -> None:
+        if self.allowance.left <= 0:
+            self.stopped = trainer.global_step, trainer.max_steps
+            for callback in trainer.callbacks:
+                if isinstance(callback, SaveOnSignal):
+                    callback.ask()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a comparison gave: ``results``, seed by seed and inside of that arm by arm; ``trials`` of learning rates."""
@@ -78,7 +108,7 @@ class Outcome:
 Job = tuple[Run, Result | None]
 
 
-def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, pace: Pace | None = None) -> Outcome:
+def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, allowance: Allowance | None = None) -> Outcome:
     """Train and evaluate every arm with every seed; what the same plan has finished is not run again.
 
     First the trials of learning rates, then the first seed of all arms, then the second: stopped half-way, it is
@@ -88,19 +118,20 @@ def run_plan(plan: Plan, out: str | Path, *, watch: Watch | None = None, pace: P
         plan: from :func:`make_plan`.
         out: the comparison's folder: one folder an arm and in it one a run.
         watch: hears how it goes; None: lines.
-        pace: may leave runs out that are not finished yet; None: all are run.
+        allowance: what is under way at its end is saved and goes on with the next call; None: all are run.
 
     Raises:
         UserError: ``out`` holds another comparison, or the arms did not read the same tokens in the same order.
     """
     out, listener = Path(out), watch if watch is not None else Lines()
+    given = allowance if allowance is not None else Allowance()
 
     def one_by_one(jobs: Sequence[Job]) -> list[Result]:
         results = []
         for run, known in jobs:
             listener.start(run.title)
             if known is None:
-                results.append(_run(plan, run, out, listener, pace))
+                results.append(_run(plan, run, out, listener, given))
             else:
                 listener.end(known.status, known.error, before=False)
                 results.append(known)
@@ -192,25 +223,16 @@ def over_before(plan: Plan, run: Run, out: Path) -> Result | None:
     return read_result(run.arm, stored) if stored.get("status") in ("finished", "diverged") else None
 
 
-def longest_run(out: Path) -> float:
-    """Seconds of the longest run that earlier calls finished, its share of the device's; 0 where there is none."""
-    stored = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*/*/status.json")]
-    timed = [each for each in stored if each.get("seconds") is not None]
-    return max((each["seconds"] / each.get("at_once", 1) for each in timed), default=0.0)
-
-
-def _run(plan: Plan, run: Run, out: Path, watch: Watch, pace: Pace | None) -> Result:
+def _run(plan: Plan, run: Run, out: Path, watch: Watch, allowance: Allowance) -> Result:
     before = over_before(plan, run, out)
     if before is not None:
         watch.end(before.status, before.score, before=True)
         return before
-    reason = pace.admit(run) if pace is not None else None
+    reason = allowance.refuse()
     if reason is not None:
         watch.end("not run", reason, before=False)
         return not_run(run, reason)
-    result = train_run(plan, run, out, watch)
-    if pace is not None:
-        pace.over(run, whole=result.status == "finished")
+    result = train_run(plan, run, out, watch, allowance=allowance)
     watch.end(result.status, result.score, before=False)
     return result
 
@@ -220,11 +242,13 @@ def not_run(run: Run, reason: str, status: str = "not run") -> Result:
     return Result(run.arm, status, run.seed, run.learning_rate, run.factor, error=reason)
 
 
-def train_run(plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1) -> Result:
+def train_run(
+    plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1, allowance: Allowance | None = None
+) -> Result:
     """Train a run that is not over, from its checkpoint where it has one; what it dies of is its result.
 
     Args:
-        plan, run, out, watch: as :func:`run_plan`.
+        plan, run, out, watch, allowance: as :func:`run_plan`.
         at_once: runs that its device trains at the same time, for the record.
 
     Raises:
@@ -233,9 +257,15 @@ def train_run(plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1) -
     folder, key = folder_of(run, out), _key(plan, run)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "status.json", {"key": key, "status": "running"})
-    result = not_run(run, "", "failed")
+    result, ending = not_run(run, "", "failed"), EndsInTime(allowance if allowance is not None else Allowance())
     try:
-        result = _train(plan, run, folder, watch)
+        result = _train(plan, run, folder, watch, ending)
+    except SIGTERMException:
+        if ending.stopped is None:
+            raise
+        done, whole = ending.stopped
+        reason = f"{ending.allowance.words}: saved at step {done} of {whole}; the same command goes on from there"
+        result = not_run(run, reason)
     except Exception as error:
         shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
         if isinstance(error, UserError) and shared and not (folder / LAST).exists():
@@ -244,7 +274,7 @@ def train_run(plan: Plan, run: Run, out: Path, watch: Watch, at_once: int = 1) -
         # Any other does not take the other runs with it; the table shows what this one died of.
         result.status = "diverged" if isinstance(error, NonFiniteError) else "failed"
         result.error = why(error)
-    if result.status == "failed":
+    if result.status in ("failed", "not run"):
         gc.collect()  # the traceback is gone now, and with it the last hold on the run's tensors
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -273,12 +303,12 @@ def _run_words(plan: Plan, run: Run) -> list[str]:
     return words
 
 
-def _train(plan: Plan, run: Run, folder: Path, watch: Watch) -> Result:
+def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime) -> Result:
     arm = run.arm
     given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *_run_words(plan, run)]
     cli = instantiate(arm.recipe, given)
     trainer: Any = cli.trainer
-    trainer.callbacks.append(Steps(watch))
+    trainer.callbacks = [ending, *trainer.callbacks, Steps(watch)]  # it asks, and in the same step another saves
     (folder / "recipe.yaml").write_text(arm.recipe.read_text(encoding="utf-8"), encoding="utf-8")
     on_gpu = torch.cuda.is_available()
     if on_gpu:

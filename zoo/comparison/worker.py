@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.plan import Plan, Run
 from zoo.comparison.run import train_run
 from zoo.errors import UserError
@@ -64,7 +65,7 @@ def serve(source: Any, teller: Teller) -> None:
         plan, out = works[job["work"]]
         run = Run(plan.arms[job["arm"]], job["seed"], job["learning_rate"], job["factor"])
         try:
-            train_run(plan, run, out, teller, job["at_once"])
+            train_run(plan, run, out, teller, job["at_once"], Allowance.taken(**job["allowance"]))
         except UserError as error:
             teller.tell(event="refused", message=str(error))
         else:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="runs side by side, one process a name: 0,1; or 0,0 for two on one GPU; cpu is a device too",
     )
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin nothing that would not be over by then")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop then; the same command goes on")
     parser.add_argument("--out", default="runs/claims", metavar="FOLDER", help="default runs/claims; goes on with it")
     parser.add_argument("--list", action="store_true", help="show the claims and what each costs; try none")
 

@@ -14,7 +14,7 @@ from zoo.errors import UserError
 from zoo.names import near
 
 if TYPE_CHECKING:
-    from zoo.comparison.pace import Allowance
+    from zoo.comparison.allowance import Allowance
     from zoo.comparison.plan import Entry, Plan
     from zoo.comparison.run import Outcome
 
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="runs side by side, one process a name: 0,1,2,3; or 0,0 for two on one GPU; cpu is a device too",
     )
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no run that would not be over by then")
+    parser.add_argument("--minutes", type=float, metavar="M", help="stop then; the same command goes on")
     parser.add_argument(
         "--report-only", metavar="FOLDER", help="write the report of a finished comparison anew, from its results.json"
     )
@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report_only is not None:
         return _report_only(args)
     request = read_request(args)
+    from zoo.comparison.allowance import Allowance
     from zoo.comparison.measure import measure_arms, read_measured
-    from zoo.comparison.pace import Allowance
     from zoo.comparison.plan import make_plan
     from zoo.comparison.report import collect, text_entropies
     from zoo.recipe import quiet, stop_status
@@ -135,19 +135,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(plan: Plan, out: Path, devices: str | None, allowance: Allowance) -> Outcome:
-    from zoo.comparison.pace import Pace
-    from zoo.comparison.run import longest_run, run_plan
+    from zoo.comparison.run import run_plan
 
     if devices is not None:
         from zoo.comparison.devices import read_devices, run_on_devices
 
-        names = read_devices(devices)
-        pace = Pace(allowance, longest_run(out), at_once=max(names.count(name) for name in names))
-        return run_on_devices(plan, out, names, pace=pace)
+        return run_on_devices(plan, out, read_devices(devices), allowance=allowance)
     from zoo.console import watch_runs
 
     with watch_runs() as watch:
-        return run_plan(plan, out, watch=watch, pace=Pace(allowance, longest_run(out)))
+        return run_plan(plan, out, watch=watch, allowance=allowance)
 
 
 def _report_only(args: argparse.Namespace) -> int:
