@@ -171,7 +171,7 @@ CLAIMS = (
         gate=False,
         sentence="Decay, which fades all alike, does not free what was overwritten as erasing does.",
         source=f"{SOURCES['D2']}, 2",
-        expected="DN at least .01 above GLA and M2 with the same size of memory, 512 ids",
+        expected="8 pairs: DN at least .01 above GLA and M2 with the same size of memory",
     ),
     _claim(
         "overwrite_hybrids_gpu",
