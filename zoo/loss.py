@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -32,7 +34,7 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, at_most: int | Non
 
     Raises:
         ValueError: shapes that disagree; on CPU also a label outside 0..vocab-1 other than -100, and more labels than
-            ``at_most``.
+            ``at_most``. On a GPU, which would have to wait to raise, more labels make loss and gradient NaN.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
@@ -48,15 +50,23 @@ def token_nll(hidden: Tensor, weight: Tensor, labels: Tensor, at_most: int | Non
         _check_labels(targets, weight.shape[0], at_most)
         at_most = int(tokens)
     if at_most is not None and at_most * FEW <= targets.numel():
-        places = torch.nonzero_static(targets != IGNORED, size=at_most, fill_value=0).squeeze(-1)
-        filled = torch.arange(at_most, device=targets.device) >= tokens
-        flat, targets = flat.index_select(0, places), targets.index_select(0, places).masked_fill(filled, IGNORED)
+        flat, targets = _labelled(flat, targets, at_most)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         flat, weight = flat.to(dtype), weight.to(dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         nll = _TokenNLL.apply(flat, weight.to(flat.dtype), targets)
+    if at_most is not None:
+        nll = nll * torch.ones_like(nll).masked_fill(tokens > at_most, math.nan)
     return nll, tokens
+
+
+def _labelled(hidden: Tensor, labels: Tensor, at_most: int) -> tuple[Tensor, Tensor]:
+    """The first positions with a label, and others without one where there are fewer; the host waits for nothing."""
+    counts = labels != IGNORED
+    places = torch.nonzero_static(counts, size=at_most, fill_value=0).squeeze(-1)
+    filled = torch.arange(at_most, device=labels.device) >= counts.sum()
+    return hidden.index_select(0, places), labels.index_select(0, places).masked_fill(filled, IGNORED)
 
 
 def _check_labels(labels: Tensor, vocab: int, at_most: int | None) -> None:

@@ -47,8 +47,9 @@ def default_optimizer(groups: Iterable[Any]) -> Optimizer:
 
 
 def inputs_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Any, int | None]:
-    """What :meth:`zoo.model.HybridLM.nll` takes of a batch."""
-    return batch["input_ids"], batch["labels"], batch.get("packing"), batch.get("tokens")
+    """What :meth:`zoo.model.HybridLM.nll` takes of a batch; of ``tokens`` a plain integer only, a tensor would wait."""
+    count = batch.get("tokens")
+    return batch["input_ids"], batch["labels"], batch.get("packing"), count if isinstance(count, int) else None
 
 
 class HybridLMModule(pl.LightningModule):

@@ -141,9 +141,10 @@ class SaveOnSignal(Callback):
         self._before: Any = None
         self._group: Any = None
 
-    def ask(self) -> None:
-        """As if the signal had come."""
-        self._asked = True
+    def ask(self) -> bool:
+        """As if the signal had come; False: it has."""
+        first, self._asked = not self._asked, True
+        return first
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._asked, self._saved, self._step = bool(trainer.received_sigterm), False, trainer.global_step

@@ -2,19 +2,23 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from zoo.comparison import devices as compare_devices
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import Pool, Work, read_devices, run_on_devices
 from zoo.comparison.plan import Run, make_plan
+from zoo.comparison.report import collect
 from zoo.comparison.run import folder_of, run_plan
+from zoo.comparison.sections import caveats
 from zoo.comparison.watch import DeviceLines, DeviceTable
 from zoo.errors import UserError
 
@@ -39,19 +43,19 @@ class OneStep(Allowance):
     """Over as soon as a run has begun."""
 
     def handed(self):
-        return super().handed() | {"seconds": 0.0}
+        return super().handed() | {"end": 0.0}
 
 
-class TwoRuns(Allowance):
-    """Over after two runs were begun."""
+class RunsBegun(Allowance):
+    """Over after so many runs were begun."""
 
-    def __init__(self):
+    def __init__(self, count):
         super().__init__()
-        self.begun = 0
+        self.count = count
 
     def refuse(self, seconds=0.0):
-        self.begun += 1
-        return "no time is left" if self.begun > 2 else None
+        self.count -= 1
+        return "no time is left" if self.count < 0 else None
 
 
 def test_two_processes_share_the_runs_and_give_the_numbers_of_one(recipe, tmp_path, capsys):
@@ -89,7 +93,7 @@ def test_a_process_that_dies_takes_its_own_run_with_it_and_nothing_begins_once_t
             process.kill()
 
     monkeypatch.setattr(compare_devices.Lane, "_send", staticmethod(dying))
-    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), allowance=TwoRuns())
+    outcome = run_on_devices(plan, tmp_path, ["cpu"], watch=Heard(), allowance=RunsBegun(2))
     assert [result.status for result in outcome.results] == ["finished", "failed", "not run"]
     assert "its process on cpu ended with -9" in outcome.results[1].error
     assert outcome.results[2].error == "no time is left"
@@ -244,25 +248,51 @@ def test_what_is_under_way_when_the_time_is_over_is_saved_and_goes_on_to_the_sam
             "--minutes 9: they are over",
         ]
     assert {result.status for result in stopped.results} == {"not run"}
+    stored = json.loads((tmp_path / "out" / "01-GA" / "seed-1" / "status.json").read_text(encoding="utf-8"))
     went_on = run_on_devices(plan, tmp_path / "out", devices) if devices else run_plan(plan, tmp_path / "out")
     straight = run_plan(plan, tmp_path / "straight")
-    assert [(r.status, r.loss, r.order_hash) for r in went_on.results] == [
-        ("finished", r.loss, r.order_hash) for r in straight.results
+    assert [(r.status, r.loss, r.order_hash, r.curve, r.train_curve) for r in went_on.results] == [
+        ("finished", r.loss, r.order_hash, r.curve, r.train_curve) for r in straight.results
     ]
+    assert went_on.results[0].seconds > stored["seconds"] > 0
 
 
-def test_a_process_that_cannot_be_begun_costs_its_run_alone(recipe, tmp_path, monkeypatch):
-    begin, calls = compare_devices.Lane._open, []
+@pytest.mark.parametrize("at", [4, 5, 9, 10])
+def test_the_time_ends_no_run_before_a_validation_nor_after_its_last_step(recipe, tmp_path, at):
+    """A validation every 5 steps of 10: its point would be missing from the curve of the run that goes on."""
+    words = ["--budget.tokens=1280", "--trainer.val_check_interval=5"]
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=words)
+    times = iter([0.0] * (at + 1))  # when it is made, before the run, and after the steps before this one
+    stopped = run_plan(plan, tmp_path / "out", allowance=Allowance(9.0, clock=lambda: next(times, 1e3)))
+    expected = {4: "saved at step 4 of 10", 5: "saved at step 6 of 10", 9: "saved at step 9 of 10", 10: ""}[at]
+    assert expected in stopped.results[0].error
+    assert stopped.results[0].status == ("finished" if at == 10 else "not run")
+    straight, went_on = (run_plan(plan, tmp_path / name).results[0] for name in ("straight", "out"))
+    assert (went_on.loss, went_on.curve, went_on.train_curve) == (straight.loss, straight.curve, straight.train_curve)
 
-    def once(lane):
-        calls.append(lane)
-        if len(calls) == 1:
-            raise OSError(12, "Cannot allocate memory")
-        return begin(lane)
 
-    monkeypatch.setattr(compare_devices.Lane, "_open", once)
-    plan = make_plan(["GA", "GDN,SWA"], recipe, tolerance=0.03, seeds=1, overrides=["--budget.tokens=1280"])
-    outcome = run_on_devices(plan, tmp_path / "side", ["cpu"], watch=Heard())
-    assert [result.status for result in outcome.results] == ["failed", "finished"]
-    assert "Cannot allocate memory" in outcome.results[0].error
-    assert not outcome.good
+def test_a_signal_in_the_step_in_which_the_time_ends_is_a_signal(recipe, tmp_path):
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=["--budget.tokens=1280"])
+    looks = []
+
+    def clock():
+        looks.append(0)
+        if len(looks) == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 1e3
+        return 0.0 if len(looks) < 5 else 1e3
+
+    with pytest.raises(SIGTERMException):
+        run_plan(plan, tmp_path / "out", allowance=Allowance(9.0, clock=clock))
+
+
+def test_a_rate_is_chosen_once_all_its_trials_are_over_and_nothing_is_said_of_it_before(recipe, tmp_path):
+    words = ["--budget.tokens=5120"]
+    plan = make_plan(["GA"], recipe, tolerance=0.03, rates=(0.5, 1.0), overrides=words)
+    outcome = run_plan(plan, tmp_path / "out", allowance=RunsBegun(1))
+    assert [trial.status for trial in outcome.trials] == ["finished", "not run"]
+    (result,) = outcome.results
+    assert result.status == "not run"
+    assert result.error == "its learning rate is not chosen: the trial at 0.01 is not run (no time is left)"
+    content = collect(plan, outcome, {}, "zoo compare", {})
+    assert not any("edge of the grid" in line for line in caveats(content))

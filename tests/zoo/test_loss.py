@@ -90,6 +90,21 @@ def test_more_labels_than_were_announced_are_named():
         token_nll(hidden, weight, labels, have - 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_more_labels_than_were_announced_are_no_quiet_loss_of_some(device, monkeypatch):
+    """A GPU does not raise, for it would have to wait: loss and gradients are NaN, which no step is made with."""
+    monkeypatch.setattr(loss, "_check_labels", lambda *_: None)
+    hidden, weight, labels = (each.detach().to(device) for each in inputs(rows=(5, 40), ignored=0.8))
+    hidden.requires_grad_(), weight.requires_grad_()
+    if device == "cpu":
+        found, kept = loss._labelled(hidden.flatten(0, 1), labels.flatten(), 3)
+        assert (found.shape[0], int((kept != -100).sum())) == (3, 3)
+        return
+    nll, _ = token_nll(hidden, weight, labels, int((labels != -100).sum()) - 1)
+    assert nll.isnan()
+    assert all(grad.isnan().all() for grad in torch.autograd.grad(nll, (hidden, weight)))
+
+
 class Rows(TorchDispatchMode):
     """Notes how many rows each product has."""
 

@@ -232,14 +232,14 @@ TEXT = Experiment(
 
 def _needle(name: str, form: int, *patterns: str) -> Experiment:
     """Trained at 512 bytes, read up to 4096, by depth. Every other row holds a needle: a tenth asks for more steps."""
-    options = "--data.init_args.options={{form: {}, seq_len: {}, needle_share: 0.5}}"
+    options = "--data.init_args.options={{form: {}, seq_len: {}{}}}"
     lengths = (512, 1024, 2048, 4096)
     return Experiment(
         name=name,
         recipe="niah_lite",
         arms=tuple(map(Entry, patterns)),
-        settings=(options.format(form, 512), "--budget.tokens=49152000"),
-        readings=tuple(Reading(str(length), (options.format(form, length),)) for length in lengths),
+        settings=(options.format(form, 512, ", needle_share: 0.5"), "--budget.tokens=49152000"),
+        readings=tuple(Reading(str(length), (options.format(form, length, ""),)) for length in lengths),
         lengths={str(length): length for length in lengths},
         score="512/exact",
         seconds=30,

@@ -43,12 +43,12 @@ class Allowance:
         return None if seconds <= left else f"{self.words}: it takes about {seconds:.0f} s, {left:.0f} are left"
 
     def handed(self) -> dict[str, float | str | None]:
-        """For another process, whose clock may be another: what :meth:`taken` takes there."""
-        return {"seconds": self.left if math.isfinite(self.left) else None, "words": self.words}
+        """For another process of this host, which has the same clock: what :meth:`taken` takes there."""
+        return {"end": self._end if math.isfinite(self._end) else None, "words": self.words}
 
     @classmethod
-    def taken(cls, seconds: float | None, words: str) -> Self:
-        """Of another process."""
+    def taken(cls, end: float | None, words: str) -> Self:
+        """Of another process of this host."""
         own = cls()
-        own.words, own._end = words, math.inf if seconds is None else own.clock() + seconds
+        own.words, own._end = words, math.inf if end is None else end
         return own

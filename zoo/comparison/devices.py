@@ -130,6 +130,7 @@ class Pool:
         self._closed = False
         self._handler: Any = None
         self._lanes = [Lane(self, name, number, devices, Path(out)) for number, name in enumerate(devices, start=1)]
+        self._serving = [*self._lanes]
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -176,6 +177,16 @@ class Pool:
             self._more.notify_all()
         return batch.wait(lambda: self._closed)
 
+    def _give_back(self, lane: Lane, batch: Batch, index: int) -> bool:
+        """Take a lane out that gets no process, and leave its job to another; False: there is no other."""
+        with self._more:
+            if self._serving == [lane]:
+                return False
+            self._serving.remove(lane)
+            self._queue.appendleft((batch, index))
+            self._more.notify_all()
+            return True
+
     def say(self, what: str, *words: Any, **more: Any) -> None:
         """Tell the watch; one thread at a time."""
         with self._lock:
@@ -193,10 +204,19 @@ class Pool:
                 continue
             try:
                 batch.results[index] = lane.take(batch.work, *batch.jobs[index])
+            except CannotBegin as error:
+                if self._give_back(lane, batch, index):
+                    return
+                run, _ = batch.jobs[index]
+                batch.results[index] = not_run(run, str(error), "failed")
             except Exception as error:  # raised again by who waits for the batch
                 _fail(batch, error)
             if len(batch.results) == len(batch.jobs):
                 batch.over.set()
+
+
+class CannotBegin(Exception):
+    """A lane that gets no process."""
 
 
 def _fail(batch: Batch, error: Exception) -> None:
@@ -287,9 +307,6 @@ class Lane:
                     return read_result(run.arm, json.loads(stored))
         except BrokenPipeError:
             pass  # it is dead, and its status says of what
-        except OSError as error:  # no process, no memory for one, a full disk: this run's loss alone
-            self._forget()
-            return not_run(run, f"no process on {self.title}, or no result of it: {error}", "failed")
         status = self._forget()
         if self.closed:
             raise RuntimeError(f"{self.title} was closed while it trained {run.title}")
@@ -299,16 +316,19 @@ class Lane:
         if self.closed:
             raise RuntimeError(f"{self.title} was closed")
         words = [sys.executable, "-m", "zoo.comparison.worker"]
-        with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches this process, which lets the others save.
-            process = self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self.environment,
-                start_new_session=True,
-            )
+        try:
+            with self.log.open("ab") as log:
+                # A session of its own: Ctrl-C reaches this process, which lets the others save.
+                process = self.process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+        except OSError as error:  # no memory for it, a full disk
+            raise CannotBegin(f"no process can be begun on {self.title}: {error}") from error
         if self.closed:  # while it was begun
             process.terminate()
         return process

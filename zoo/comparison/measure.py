@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zoo.bench.train import Shape, Subject, measure
+from zoo.comparison.allowance import Allowance
 from zoo.comparison.arm import Arm
 from zoo.comparison.plan import Plan
 from zoo.comparison.run import arm_folder, write_json
@@ -17,7 +18,7 @@ from zoo.comparison.run import arm_folder, write_json
 CPU_STEPS = 2
 
 
-def measure_arms(plan: Plan, out: str | Path) -> dict[str, list[dict[str, Any]]]:
+def measure_arms(plan: Plan, out: str | Path, allowance: Allowance | None = None) -> dict[str, list[dict[str, Any]]]:
     """Time training steps of every arm at every context of the plan; what the same device has measured is kept.
 
     A step has about as many tokens as one of the comparison, in rows of the context, at least one; random ids, no
@@ -26,12 +27,17 @@ def measure_arms(plan: Plan, out: str | Path) -> dict[str, list[dict[str, Any]]]
     Args:
         plan: a comparison.
         out: its folder; an arm's figures are ``measured.json`` in the arm's.
+        allowance: no arm is begun once it is over, and has no figures then; None: all are measured.
 
     Returns:
         by arm, a mapping a context: ``context``, ``rows``, ``tokens_per_second``, ``peak_bytes`` (None without a GPU)
         and ``reason``, why there is nothing, such as too little memory.
     """
-    return {arm.text: _measured(plan, arm, arm_folder(arm, Path(out)) / "measured.json") for arm in plan.arms}
+    found = read_measured(plan, out)
+    for arm in plan.arms:
+        if arm.text not in found and (allowance is None or allowance.refuse() is None):
+            found[arm.text] = _measured(plan, arm, arm_folder(arm, Path(out)) / "measured.json")
+    return found
 
 
 def read_measured(plan: Plan, out: str | Path) -> dict[str, list[dict[str, Any]]]:
@@ -44,10 +50,6 @@ def read_measured(plan: Plan, out: str | Path) -> dict[str, list[dict[str, Any]]
 
 
 def _measured(plan: Plan, arm: Arm, path: Path) -> list[dict[str, Any]]:
-    key = _key(plan, arm)
-    stored = _stored(path, key)
-    if stored is not None:
-        return stored
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shapes = [Shape(context, max(1, plan.batch_tokens // context)) for context in plan.contexts]
     steps = None if device.type == "cuda" else CPU_STEPS
@@ -62,7 +64,7 @@ def _measured(plan: Plan, arm: Arm, path: Path) -> list[dict[str, Any]]:
         for row in measure(Subject(arm.text, arm.architecture, compiled=False), shapes, device, steps=steps)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"key": key, "rows": rows})
+    write_json(path, {"key": _key(plan, arm), "rows": rows})
     return rows
 
 

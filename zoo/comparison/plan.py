@@ -70,7 +70,8 @@ class Result:
             reason as ``error``.
         learning_rate: where it is not the recipe's.
         loss, bpb: validation, nats per token and bits per byte, after the last step.
-        seconds: of the last start of this run, validation included. peak_bytes: of a CUDA device, else None.
+        seconds: validation included; of calls that were killed on the way nothing is known. peak_bytes: of a CUDA
+            device in the last call, else None.
         curve: (tokens, validation bits per byte, or nats where there are no bytes) pairs.
         train_curve: (tokens, training loss in nats per token) pairs.
         command: what trains it again, in another folder.

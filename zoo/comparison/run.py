@@ -9,14 +9,13 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import yaml
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zoo.callbacks import Throughput
@@ -62,29 +61,43 @@ class Steps(Callback):
 class EndsInTime(Callback):
     """Has a run saved and ended, as SIGTERM does, once the time of its call is over.
 
+    Not before a validation, which would have no place in the run that goes on, nor after the last step.
+
     Attributes:
-        stopped: the step that it was saved at, and how many there are; None: it was not.
+        stopped: the step that it was saved at, and how many there are; None: it was not, or a signal was first.
+        seconds, rate: of the run so far, from :meth:`on_fit_start` on; rate None: no step was timed.
     """
 
     def __init__(self, allowance: Allowance):
         self.allowance = allowance
         self.stopped: tuple[int, int] | None = None
+        self.seconds, self.rate = 0.0, None
+        self._begun, self._step = 0.0, 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._look(trainer)
+        whole, self._step = trainer.global_step != self._step, trainer.global_step  # no micro-batch of a step
+        last = trainer.global_step == trainer.max_steps
+        if not whole or last or self.allowance.left > 0 or _validates(trainer, batch_idx):
+            return
+        for callback in trainer.callbacks:
+            if isinstance(callback, SaveOnSignal) and callback.ask():
+                self.stopped = trainer.global_step, trainer.max_steps
+            elif isinstance(callback, Throughput):
+                self.rate = callback.mean_rate
+        self.seconds = time.perf_counter() - self._begun
 
-    def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._look(trainer)
 
-    def _look(self, trainer: Any) -> None:
-        if self.allowance.left <= 0:
-            self.stopped = trainer.global_step, trainer.max_steps
-            for callback in trainer.callbacks:
-                if isinstance(callback, SaveOnSignal):
-                    callback.ask()
+def _validates(trainer: Any, batch_idx: int) -> bool:
+    """Whether a validation follows this batch."""
+    every = trainer.val_check_batch
+    over_epochs = trainer.check_val_every_n_epoch is None
+    return math.isfinite(every) and ((trainer.fit_loop.total_batch_idx if over_epochs else batch_idx) + 1) % every == 0
 
 
 @dataclass(frozen=True)
@@ -177,16 +190,22 @@ def in_order(
 
 
 def _without_rate(run: Run, tried: Sequence[Result]) -> Result:
-    left_out = next((t.error for t in tried if t.arm is run.arm and t.status == "not run"), None)
-    if left_out is not None:
-        return Result(run.arm, "not run", run.seed, error=left_out)
+    waiting = next((t for t in tried if t.arm is run.arm and t.status in ("not run", "failed")), None)
+    if waiting is not None:
+        reason = f"its learning rate is not chosen: the trial at {waiting.learning_rate:.3g} is {waiting.status}"
+        return Result(run.arm, waiting.status, run.seed, error=f"{reason} ({waiting.error})")
     return Result(run.arm, "failed", run.seed, error="no learning rate of the grid gave a finite loss")
 
 
 def best_rate(trials: Sequence[Result], arm: Arm) -> float | None:
-    """The learning rate with the lowest validation loss among an arm's trials; None where none finished."""
-    own = [trial for trial in trials if trial.arm is arm and trial.status == "finished"]
-    return min(own, key=lambda trial: trial.loss).learning_rate if own else None
+    """The learning rate with the lowest validation loss among an arm's trials.
+
+    None where none finished, or one is still to be run: the best of some rates would be another protocol.
+    """
+    own = [trial for trial in trials if trial.arm is arm]
+    whole = [trial for trial in own if trial.status == "finished"]
+    waiting = any(trial.status in ("not run", "failed") for trial in own)
+    return min(whole, key=lambda trial: trial.loss).learning_rate if whole and not waiting else None
 
 
 def _rate(arm: Arm) -> float:
@@ -256,16 +275,19 @@ def train_run(
     """
     folder, key = folder_of(run, out), _key(plan, run)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "status.json", {"key": key, "status": "running"})
+    before = _before(folder)
+    write_json(folder / "status.json", {"key": key, "status": "running", **asdict(before)})
     result, ending = not_run(run, "", "failed"), EndsInTime(allowance if allowance is not None else Allowance())
     try:
-        result = _train(plan, run, folder, watch, ending)
+        result = _train(plan, run, folder, watch, ending, before)
     except SIGTERMException:
         if ending.stopped is None:
             raise
         done, whole = ending.stopped
         reason = f"{ending.allowance.words}: saved at step {done} of {whole}; the same command goes on from there"
         result = not_run(run, reason)
+        result.seconds = before.seconds + ending.seconds
+        result.tokens_per_second = math.nan if ending.rate is None else ending.rate
     except Exception as error:
         shared = run.arm.recipe == plan.recipe and run.arm.overrides == plan.overrides
         if isinstance(error, UserError) and shared and not (folder / LAST).exists():
@@ -303,7 +325,28 @@ def _run_words(plan: Plan, run: Run) -> list[str]:
     return words
 
 
-def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime) -> Result:
+@dataclass(frozen=True)
+class Before:
+    """What earlier calls took for a run that goes on.
+
+    Attributes:
+        seconds: of those that ended by their own; of one that was killed nothing is known.
+        tokens_per_second: of the last; None: it timed no step.
+    """
+
+    seconds: float = 0.0
+    tokens_per_second: float | None = None
+
+
+def _before(folder: Path) -> Before:
+    status = folder / "status.json"
+    if not (status.is_file() and (folder / LAST).exists()):
+        return Before()
+    stored = json.loads(status.read_text(encoding="utf-8"))
+    return Before(stored.get("seconds") or 0.0, stored.get("tokens_per_second"))
+
+
+def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime, before: Before) -> Result:
     arm = run.arm
     given = [*arm.overrides, "--config", str(_write_arm(arm, folder)), *_run_words(plan, run)]
     cli = instantiate(arm.recipe, given)
@@ -316,11 +359,11 @@ def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime)
     begun = time.perf_counter()
     resume = "last" if (folder / LAST).exists() else None
     trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=resume)
-    seconds = time.perf_counter() - begun
+    seconds = before.seconds + time.perf_counter() - begun
     loader: Any = trainer.train_dataloader  # validation below replaces it
     (final,) = trainer.validate(cli.model, datamodule=cli.datamodule, verbose=False)
     timed = next(c for c in trainer.callbacks if isinstance(c, Throughput))
-    rate = timed.mean_rate
+    rate = timed.mean_rate if timed.mean_rate is not None else before.tokens_per_second
     per_step = cli.datamodule.batch_tokens
     tokens = trainer.global_step * per_step
     # Of the run, before longer rows are read; it begins anew at every step that is logged.

@@ -106,7 +106,10 @@ def caveats(content: Content) -> list[str]:
 
 
 def _edge(arm: Content) -> bool:
-    factors = [trial["learning_rate"] for trial in arm["learning_rate_grid"]]
+    trials = arm["learning_rate_grid"]
+    factors = [trial["learning_rate"] for trial in trials]
+    if any(trial["status"] in ("not run", "failed") for trial in trials):
+        return False
     return len(factors) > 1 and arm["learning_rate"] in (min(factors), max(factors))
 
 
@@ -276,7 +279,7 @@ def layer_table(arm: Content) -> Table:
 
 def runs_table(content: Content) -> Table:
     """One row a run, with its command."""
-    columns = (("arm", True), ("seed", False), ("score", False), ("seconds, last start", False), ("peak memory", False))
+    columns = (("arm", True), ("seed", False), ("score", False), ("seconds", False), ("peak memory", False))
     columns += (("command", True),)
     rows = [
         [

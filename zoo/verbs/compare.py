@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         if status is None:
             raise
         return status
-    measured = (measure_arms if args.measure else read_measured)(plan, request.out)
+    measured = measure_arms(plan, request.out, allowance) if args.measure else read_measured(plan, request.out)
     return _report(collect(plan, outcome, entropies, _command(args), measured), request.out)
 
 
