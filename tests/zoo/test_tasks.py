@@ -320,6 +320,8 @@ def mqar(**options):
         ({"task": "niah", "options": {"reserve": 7}}, "a value has up to 8 tokens; raise reserve"),
         ({"task": "niah", "options": {"from_start": True}}, "from_start is for prose"),
         ({"task": "niah", "options": {"needle_share": 0.0}}, "must be above 0, at most 1"),
+        ({"task": "niah", "options": {"learn": "answer"}}, "learn is 'answer', but must be all or value"),
+        ({"task": "niah", "options": {"learn": "value", "needle_share": 0.5}}, "plain text has no label; set it to 1"),
         ({"task": "regbench", "options": {"seq_len": 512}}, "and what parts them need 949"),
         ({"task": "regbench", "options": {"max_edges": 4}}, "must be from 1 to 3"),
         ({"task": "regbench", "options": {"symbols": 61}}, "must be from 4 to 60"),

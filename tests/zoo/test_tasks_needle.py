@@ -120,6 +120,21 @@ def test_needles_are_mixed_into_a_stream_of_plain_text():
     assert all(b"secret number" in bytes(row[row < 256].astype(np.uint8)) for row in every.tokens)
 
 
+@pytest.mark.parametrize("form", [1, 2, 3])
+def test_learning_the_value_alone_changes_labels_and_not_rows(form):
+    whole, value = (
+        make_task("niah", "lite", {"form": form, "seq_len": 640, "reserve": 40, "needle_share": 1.0, "learn": learn})
+        for learn in ("all", "value")
+    )
+    rows, bare, test = whole.block("train", 0, 0), value.block("train", 0, 0), value.block("test", 0, 0)
+    np.testing.assert_array_equal(rows.tokens, bare.tokens)
+    labelled = bare.targets != -100
+    np.testing.assert_array_equal(bare.targets[labelled], rows.targets[labelled])
+    assert set(labelled.sum(1)) == set((test.targets != -100).sum(1)) == {37 if form == 3 else 8}
+    for row, at in zip(*np.nonzero(labelled[:50])):
+        assert value.solve(bare.tokens[row].tolist(), at) == bare.targets[row, at]
+
+
 def test_words_of_a_file_and_a_text_from_its_start_make_the_prompt(tmp_path):
     wording, essay = tmp_path / "words.yaml", tmp_path / "essay.txt"
     wording.write_text(yaml.safe_dump(WORDING))

@@ -18,6 +18,7 @@ from zoo.claims.experiments import (
     L1,
     L1_ELU,
     LA_CONV,
+    M2_EQUAL,
     MEMORIZE,
     NEEDLE,
     NEEDLE_PROSE,
@@ -26,10 +27,12 @@ from zoo.claims.experiments import (
     OVERWRITE,
     OVERWRITE_DECAY,
     OVERWRITE_PAIRS,
+    PARENTS,
     PARITY,
     PARITY_OTHERS,
     RECALL,
     RECALL_HARD,
+    RECALL_SMALL,
     RECALL_WIDE,
     TEXT,
     TEXT_HYBRIDS,
@@ -40,6 +43,9 @@ from zoo.claims.judge import Bound, Margin, NearBest, Solved
 
 MAD = "Poli et al. 2024, arXiv:2403.17844; DeltaNet's table, arXiv:2406.06484"
 SOME = 0.01  # a lead at all: two arms at chance are equal, which is no claim
+# Rows have 40 to 80 symbols and a label at each; these are the labels of symbols 65 to 80. The first 40 of every row
+# were trained, which all architectures may learn: with them, chance beyond them is .83 in all.
+PARITY_BEYOND = "2x/length_to_128/accuracy"
 GRAZZI = "Grazzi et al. 2024, arXiv:2411.12537"
 
 
@@ -58,17 +64,20 @@ def _claim(name: str, family: str, experiment: Experiment, *rules: object, gate:
     )
 
 
-def _separates(experiment: Experiment, name: str, task: str, at: float, seeds: str, *, gate: bool) -> Claim:
+def _separates(
+    experiment: Experiment, name: str, task: str, at: float, seeds: str, beyond: str, *, gate: bool
+) -> Claim:
+    """``beyond``: the score that no symbol within the training length counts in."""
     return _claim(
         name,
         "tracking",
         experiment,
-        Solved(TWO, "2x/accuracy", at=at, share=0.6),
-        Bound(ONE, "2x/accuracy", most=0.75),
+        Solved(TWO, beyond, at=at, share=0.6),
+        Bound(ONE, beyond, most=0.75),
         gate=gate,
         sentence=f"Write strengths up to 2 learn {task} beyond the training length; those up to 1 do not.",
         source=f"{GRAZZI}; {SOURCES['D3']}, its footnote on negative eigenvalues",
-        expected=f"at least {at} in {seeds} against at most .75 in all, up to twice the training length",
+        expected=f"at least {at} in {seeds} against at most .75 in all, beyond the training length, up to twice it",
     )
 
 
@@ -77,11 +86,11 @@ CLAIMS = (
         "recall_pairs",
         "recall",
         RECALL,
-        Bound("GA", "test/accuracy", least=0.95),
-        Margin("DN", ("LA",), "test/accuracy", 0.20),
+        Solved("DN", "test/accuracy", at=0.5, share=0.6),
+        Bound("LA", "test/accuracy", most=0.3),
         sentence="DeltaNet without convolution recalls 64 pairs in 256 tokens; adding without one does not.",
         source=f"{SOURCES['D1']}, 4.2",
-        expected="width 64: GA at least .95, DN at least .20 above LA",
+        expected="width 64: DN at least .5 in two of three seeds, for it is sudden or not at all; LA at most .3 in all",
     ),
     _claim(
         "recall_hard",
@@ -106,7 +115,7 @@ CLAIMS = (
     _claim(
         "recall_conv",
         "recall",
-        RECALL,
+        RECALL_SMALL,
         Margin(DN_CONV, (LA_CONV,), "test/accuracy", SOME),
         gate=False,
         sentence="Behind a convolution, too, erasing recalls more than adding.",
@@ -116,19 +125,19 @@ CLAIMS = (
     _claim(
         "recall_small_state",
         "recall",
-        RECALL,
-        Margin("DN", ("M2",), "test/accuracy", SOME),
+        RECALL_SMALL,
+        Margin("DN", (M2_EQUAL,), "test/accuracy", SOME),
         gate=False,
         sentence="At small width DeltaNet without convolution recalls more than Mamba-2 with one, at equal memories.",
         source=f"{SOURCES['D1']}, 4.2, which says it of Mamba",
-        expected="DN at least .01 above M2 with 16 state channels, 4096 numbers in two layers as DN has",
+        expected="width 32: DN at least .01 above M2; both have two heads of 16 by 16 numbers in a layer",
     ),
     _claim(
         "recall_hybrids",
         "recall",
-        RECALL,
+        RECALL_SMALL,
         *(Bound(hybrid, "test/accuracy", least=0.5) for hybrid in HYBRIDS),
-        *(Margin(hybrid, (LA_CONV, DN_CONV, GDN_CONV, GLA_EQUAL, "M2"), "test/accuracy") for hybrid in HYBRIDS),
+        *(Margin(hybrid, (LA_CONV, DN_CONV, GDN_CONV, GLA_EQUAL, M2_EQUAL), "test/accuracy") for hybrid in HYBRIDS),
         gate=False,
         sentence="Hybrids recall at least as much as the best memory alone.",
         source=f"{SOURCES['D1']}, 3.9; {SOURCES['D2']}, 12",
@@ -137,7 +146,7 @@ CLAIMS = (
     _claim(
         "gla_equal_state",
         "state",
-        RECALL,
+        RECALL_SMALL,
         Margin(DN_CONV, (GLA_EQUAL,), "test/accuracy", SOME),
         gate=False,
         sentence="At equal state size the delta rule recalls more than gated decay.",
@@ -147,7 +156,7 @@ CLAIMS = (
     _claim(
         "gla_double_state",
         "state",
-        RECALL,
+        RECALL_SMALL,
         Margin(GLA_DOUBLE, (GLA_EQUAL,), "test/accuracy", SOME),
         gate=False,
         sentence="Twice the state takes from DeltaNet's lead over gated decay.",
@@ -212,19 +221,19 @@ CLAIMS = (
         source=f"{SOURCES['D1']}, 4.2; {MAD}",
         expected="DN at least .9 and not below GLA; published 100 against 88.6",
     ),
-    _separates(PARITY, "parity_gpu", "parity", 0.95, "three of five seeds", gate=True),
+    _separates(PARITY, "parity_gpu", "parity", 0.95, "three of five seeds", PARITY_BEYOND, gate=True),
     _claim(
         "parity_others",
         "tracking",
         PARITY_OTHERS,
-        *(Bound(arm, "2x/accuracy", most=0.75) for arm in OTHERS),
-        *(Bound(arm, "2x/accuracy", least=0.75) for arm in (GATED, GATED_HYBRID)),
+        *(Bound(arm, PARITY_BEYOND, most=0.75) for arm in OTHERS),
+        *(Bound(arm, PARITY_BEYOND, least=0.75) for arm in (GATED, GATED_HYBRID)),
         gate=False,
         sentence="Adding, decay and attention do not learn parity; Gated DeltaNet with strengths up to 2 does.",
         source=GRAZZI,
-        expected="at most .75 at twice the training length for LA, GLA, M2, GA; more for GDN and its hybrid",
+        expected="at most .75 beyond the training length, up to twice it, for LA, GLA, M2, GA; GDN and its hybrid more",
     ),
-    _separates(ARITHMETIC, "arithmetic", "arithmetic modulo 5", 0.90, "both seeds", gate=False),
+    _separates(ARITHMETIC, "arithmetic", "arithmetic modulo 5", 0.90, "both seeds", "2x/accuracy", gate=False),
     _claim(
         "text_hybrids",
         "text",
@@ -234,6 +243,16 @@ CLAIMS = (
         sentence="Hybrids model text as well as the best, at equal parameters and tokens.",
         source=f"{SOURCES['D1']}, 4.4; {SOURCES['D3']}",
         expected="within 1 % of the lowest loss; 340M: Wiki ppl 27.06 and 27.51 against 28.24 and 28.39",
+    ),
+    _claim(
+        "text_parents",
+        "text",
+        TEXT,
+        *(Margin(hybrid, parents, "1x/loss", lower=True) for hybrid, parents in PARENTS.items()),
+        gate=False,
+        sentence="A hybrid models text at least as well as any of what it is made of, at equal parameters and tokens.",
+        source=f"{SOURCES['D1']}, 4.4; {SOURCES['D3']}, its hybrids H1 and H2",
+        expected="lower loss than each parent; the parent of windows is global attention, which sees no less",
     ),
     _claim(
         "text_long",
@@ -280,12 +299,14 @@ CLAIMS = (
         "needle_long",
         "needle",
         NEEDLE,
-        Margin("DN", ("M2",), "2048/exact", 0.05),
-        Margin("DN", ("M2",), "4096/exact", 0.05),
+        Bound("DN", "2048/exact", least=0.5),
+        Margin("DN", ("M2",), "2048/exact - 512/exact", 0.05),
+        Margin("DN", ("M2",), "4096/exact - 512/exact", 0.05),
         gate=False,
         sentence="Among repeated sentences decay loses a needle beyond the training length; DeltaNet keeps it.",
         source=f"{SOURCES['D3']}, S-NIAH-1",
-        expected="DN at least .05 above M2 at 4 and 8 times the training length; 1.3B at 8K: 98.8 against 30.4",
+        expected="DN at least .5 at 4 times the training length, and at 4 and 8 times it has lost less than M2 by .05; "
+        "1.3B at 8K: 98.8 against 30.4",
     ),
     _claim(
         "needle_prose",

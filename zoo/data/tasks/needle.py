@@ -69,8 +69,8 @@ class Needle(Task):
 
     A row is instruction, haystack with the needle, question, the beginning of the answer, and the value, as one
     document behind a separator. Evaluation labels the ids of the value, each with the ones before it put in. Training
-    labels every next id; a share of its rows are such rows, the others plain text of the haystack. No key of one split
-    occurs in another.
+    labels every next id, or these alone; a share of its rows are such rows, the others plain text of the haystack. No
+    key of one split occurs in another.
 
     Attributes:
         form: 1: a number among a few sentences repeated; 2: a number in prose; 3: a UUID in prose.
@@ -82,6 +82,8 @@ class Needle(Task):
         tokenizer: as of text data.
         reserve: tokens that are kept free behind the prompt, the value among them.
         needle_share: share of training rows that hold a needle.
+        learn: ``all``: training labels every next id, as language models learn; ``value``: the ids of the value alone,
+            as the recall of pairs is learned, in a small part of the steps; then every row holds a needle.
 
     Source: Hsieh et al. 2024, arXiv:2404.06654.
     """
@@ -93,6 +95,7 @@ class Needle(Task):
     tokenizer: str = "byte"
     reserve: int = 128
     needle_share: float = 1.0
+    learn: str = "all"
     unsolved_in_training: ClassVar[bool] = True
     profiles: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "s1": {"seq_len": 1024, "form": 1},
@@ -104,6 +107,11 @@ class Needle(Task):
     def __post_init__(self) -> None:
         self.require(self.form in (1, 2, 3), f"form is {self.form}, but must be 1, 2 or 3")
         self.require(0 < self.needle_share <= 1, f"needle_share is {self.needle_share}, but must be above 0, at most 1")
+        self.require(self.learn in ("all", "value"), f"learn is {self.learn!r}, but must be all or value")
+        self.require(
+            self.learn == "all" or self.needle_share == 1,
+            f"needle_share is {self.needle_share}, but with learn value, plain text has no label; set it to 1",
+        )
         self.require(not (self.from_start and self.form == 1), "from_start is for prose: form 1 only repeats itself")
         key = f"{max(ADJECTIVES, key=len)}-{max(NOUNS, key=len)}"
         value = str(UUID(int=0)) if self._coded else "1" * 7
@@ -208,7 +216,7 @@ class Needle(Task):
             prompt, answer, depth[row] = self._row(random, split)
             end = 1 + len(prompt) + len(answer)
             tokens[row, 1:end] = np.concatenate([prompt, answer])
-            first = 0 if split == "train" else len(prompt)
+            first = 0 if split == "train" and self.learn == "all" else len(prompt)
             targets[row, first : end - 1] = tokens[row, first + 1 : end]
         labelled = targets != IGNORED
         bucket = np.maximum(1, -(-depth // 10))
