@@ -212,6 +212,22 @@ def unigram_entropy(tokens: np.ndarray) -> float:
     return float(-(counts / tokens.size) @ np.log2(counts / tokens.size))
 
 
+def answer_entropy(labels: np.ndarray) -> float:
+    """Nats a label costs where only its frequency is known: the loss of a model that has learned which answers occur,
+    and nothing of when.
+
+    The plug-in estimate plus (different ids - 1) / (2 n), which is by how much it lies below the true entropy (Miller
+    1955): tasks have hundreds to thousands of answers, and few labels of each.
+
+    Args:
+        labels: [n] ids that count, n at least 1.
+
+    Raises:
+        ValueError: no label.
+    """
+    return unigram_entropy(labels) * math.log(2) + (len(np.unique(labels)) - 1) / (2 * np.size(labels))
+
+
 def bigram_conditional_entropy(tokens: np.ndarray) -> float:
     """Bits per token of a code that knows how often each id follows each other one in ``tokens``.
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
@@ -211,9 +212,24 @@ def test_a_task_is_compared_by_its_loss_and_what_finished_is_read_again(compare,
     data = "data={class_path: zoo.data.TaskData, init_args: {task: overwrite, val_rows: 8}}"
     words = ["GA", "--set", data, "--set", "budget.batch_tokens=72", "--set", "budget.tokens=216"]
     assert compare(*words) == 0
-    assert "nats per label" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    # 32 values, about evenly; three steps teach nothing, and the report says so.
+    costs = re.search(r"To answer by frequency alone, whatever is asked, costs (\d\.\d{4}) nats per label", said)
+    assert costs is not None
+    assert float(costs[1]) == pytest.approx(math.log(32), abs=0.3)
+    assert "Not 2% better than that: GA. They have not learned the task in this budget" in said
     assert compare(*words) == 0
     assert re.search(r"finished before: \d\.\d{4} nats per label", capsys.readouterr().out)
+
+
+def test_chance_beside_chance_is_neither_better_nor_worse(compare, capsys):
+    """Both arms have learned nothing, and what parts them after three steps would be called a difference."""
+    data = "data={class_path: zoo.data.TaskData, init_args: {task: overwrite, val_rows: 64}}"
+    words = ["GA", "GA:heads=1", "--seeds", "2", "--set", data, "--set", "budget.batch_tokens=72"]
+    assert compare(*words, "--set", "budget.tokens=216") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "GA:heads=1 against GA: neither has learned the task (" in said
+    assert not re.search(r"against GA: (better|worse)", said)
 
 
 def test_a_report_names_the_commit_of_the_working_copy():

@@ -10,7 +10,7 @@ from torchmetrics.text import Perplexity
 
 from zoo.data import TaskData, TokenData
 from zoo.data.tasks import make_task
-from zoo.metrics import TaskScore, TokenLoss, bigram_conditional_entropy, unigram_entropy
+from zoo.metrics import TaskScore, TokenLoss, answer_entropy, bigram_conditional_entropy, unigram_entropy
 
 
 @pytest.fixture
@@ -193,3 +193,12 @@ def test_entropies_of_long_random_text_come_near_the_truth(dice):
         unigram_entropy(np.array([]))
     with pytest.raises(ValueError, match="a pair needs 2 tokens, 1 given"):
         bigram_conditional_entropy(np.array([1]))
+
+
+def test_the_entropy_of_answers_is_that_of_all_answers_though_each_is_seen_a_few_times():
+    drawn = np.random.default_rng(0).integers(0, 4096, 25_000)
+    assert answer_entropy(drawn) == pytest.approx(math.log(4096), abs=0.01)
+    assert unigram_entropy(drawn) * math.log(2) < math.log(4096) - 0.06
+    assert answer_entropy(np.zeros(5, dtype=np.int64)) == 0
+    with pytest.raises(ValueError, match="no tokens"):
+        answer_entropy(np.array([]))

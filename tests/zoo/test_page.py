@@ -13,7 +13,7 @@ import pytest
 from zoo.cli import main
 from zoo.comparison.measure import measure_arms
 from zoo.comparison.plan import make_plan
-from zoo.comparison.report import collect, text_entropies, write_report
+from zoo.comparison.report import collect, entropies_of, write_report
 from zoo.comparison.run import run_plan
 from zoo.page import Section, Table, to_html, to_markdown
 from zoo.plot import COLOURS, Chart, Line, chart_svg, draw_chart
@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
     options = {"tolerance": 0.03, "seeds": 2, "contexts": (4096, 512), "factors": (1, 2), "leave_out": True}
     plan = make_plan(["GA", "GDN,SWA", "GA/none"], RECIPE, overrides=words, **options)
     outcome = run_plan(plan, root / "out")
-    content = collect(plan, outcome, text_entropies(plan), "zoo compare", measure_arms(plan, root / "out"))
+    content = collect(plan, outcome, entropies_of(plan), "zoo compare", measure_arms(plan, root / "out"))
     write_report(content, root / "out")
     return root / "out"
 

@@ -19,7 +19,7 @@ from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import CPU, Pool, Work
 from zoo.comparison.plan import LEARNING_RATE, Arm, Plan, Result, Run, make_plan
 from zoo.comparison.read import read_rows
-from zoo.comparison.report import text_entropies
+from zoo.comparison.report import entropies_of
 from zoo.comparison.run import Outcome as Ran
 from zoo.comparison.run import Watch, folder_of, run_plan
 from zoo.comparison.watch import DeviceWatch, watch_devices
@@ -231,7 +231,7 @@ def _planned(experiment: Experiment, out: Path, allowance: Allowance, without: s
     try:
         plans = {factor: plan_of(experiment, factor) for factor in experiment.rates}
         first = plans[experiment.rates[0]]
-        levels = {f"val/{name}": bits for name, bits in text_entropies(first).items()}
+        levels = {f"val/{name}": bits for name, bits in entropies_of(first).items()}
     except UserError as error:  # of the recipe: no run of this experiment can begin
         trial.error, trial.lost = str(error), dict.fromkeys(titles, str(error))
         return Planned(trial)

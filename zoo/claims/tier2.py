@@ -42,7 +42,8 @@ from zoo.claims.experiments import (
 from zoo.claims.judge import Bound, Margin, NearBest, Solved
 
 MAD = "Poli et al. 2024, arXiv:2403.17844; DeltaNet's table, arXiv:2406.06484"
-SOME = 0.01  # a lead at all: two arms at chance are equal, which is no claim
+# A lead at all: arms at chance are equal, which is no claim, and a run that is repeated on a GPU may differ by as much.
+SOME = 0.01
 # Rows have 40 to 80 symbols and a label at each; these are the labels of symbols 65 to 80. The first 40 of every row
 # were trained, which all architectures may learn: with them, chance beyond them is .83 in all.
 PARITY_BEYOND = "2x/length_to_128/accuracy"
@@ -268,11 +269,11 @@ CLAIMS = (
         "text_longer",
         "length",
         TEXT,
-        Margin("GLA", ("DN",), "4x/loss - 1x/loss", lower=True),
+        Margin("GLA", ("DN",), "4x/loss - 1x/loss", SOME, lower=True),
         gate=False,
         sentence="DeltaNet extrapolates worse in length than GLA.",
         source=f"{SOURCES['D1']}, 6.2",
-        expected="the loss at four times the length, minus that at once, is lower for GLA",
+        expected="the loss at four times the length, minus that at once, is lower for GLA by .01",
     ),
     _claim(
         "key_norm",

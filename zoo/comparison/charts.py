@@ -9,7 +9,7 @@ from typing import Any
 from zoo.comparison.intervals import interval
 from zoo.plot import UNITS, Chart, Line
 
-LEVELS = {"unigram": "unigram entropy", "bigram": "given the token before"}
+LEVELS = {"unigram": "unigram entropy", "bigram": "given the token before", "answers": "answers by frequency"}
 
 
 def curve_charts(content: Mapping[str, Any]) -> tuple[Chart, ...]:

@@ -20,8 +20,10 @@ from zoo.comparison.plan import Plan
 from zoo.comparison.run import Outcome, finite, plain_result, write_json
 from zoo.comparison.sections import Content, caveats, results_table, sections
 from zoo.comparison.sections import verdicts as verdicts  # the command line prints them
+from zoo.data import TaskData
+from zoo.data.rows import IGNORED
 from zoo.explain import explain
-from zoo.metrics import bigram_conditional_entropy, unigram_entropy
+from zoo.metrics import answer_entropy, bigram_conditional_entropy, unigram_entropy
 from zoo.page import to_html, to_markdown
 from zoo.plot import draw_chart
 
@@ -29,15 +31,18 @@ SCHEMA = 4  # of results.json
 
 
 # ------------------------------------------------------------------------------------------------------------- content
-def text_entropies(plan: Plan) -> dict[str, float]:
-    """Bits per byte that counting alone reaches on the validation text: what a model must beat to have learned
-    anything.
+def entropies_of(plan: Plan) -> dict[str, float]:
+    """What counting alone reaches on the validation data: what a model must beat to have learned anything.
 
     Returns:
-        ``unigram`` and ``bigram``, plug-in estimates over the validation tokens, by the bytes that these stand for, as
-        the arms' bits are; empty where the data is no text.
+        Of text, ``unigram`` and ``bigram`` in bits per byte, plug-in estimates over the validation tokens, by the bytes
+        that these stand for, as the arms' bits are. Of a task, ``answers`` in nats per label: the entropy of its
+        answers. Empty where the data is neither.
     """
     data = instantiate(plan.recipe, plan.overrides).datamodule
+    if isinstance(data, TaskData):
+        labels = data.eval_rows("val").targets
+        return {"answers": answer_entropy(labels[labels != IGNORED])}
     if not hasattr(data, "eval_text"):
         return {}
     ids = data.eval_text("val")
@@ -83,7 +88,7 @@ def collect(
 
     Args:
         plan, outcome: what was planned, and what came of it.
-        entropies: from :func:`text_entropies`.
+        entropies: from :func:`entropies`.
         command: what repeats it.
         measured: by arm, from :func:`zoo.comparison.measure.measure_arms`; None: nothing was.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from zoo.page import Section, Table
 from zoo.plot import UNITS
 
 Content = Mapping[str, Any]
+IDLE = 0.02  # a task's loss no further below that of answers by frequency is no answer
 HELD = {"params": "parameters", "flops": "training FLOPs", "state": "state"}
 
 
@@ -54,7 +56,7 @@ def verdicts(content: Content) -> list[str]:
             continue
         span = f", 95 % interval {pair['ci95'][0]:+.4f} to {pair['ci95'][1]:+.4f}" if pair["ci95"] else ""
         lines.append(
-            f"{pair['b']} against {pair['a']}: {pair['verdict']} ({pair['diff']:+.4f} {unit}{span}, "
+            f"{pair['b']} against {pair['a']}: {_verdict(content, pair)} ({pair['diff']:+.4f} {unit}{span}, "
             f"{pair['n']} paired seed{'s' if pair['n'] > 1 else ''})."
         )
     return lines
@@ -78,12 +80,7 @@ def caveats(content: Content) -> list[str]:
             + (" Two seeds make it very wide." if n == 2 or 2 in done else "")
             + (f" Not all have finished: arms have {done[0]} to {done[-1]} of the {n}." if some else "")
         )
-    if content["entropies"]:
-        unigram, bigram = content["entropies"]["unigram"], content["entropies"]["bigram"]
-        lines.append(
-            f"The validation tokens themselves, in bits per byte: unigram entropy {unigram:.4f}, entropy "
-            f"given the token before {bigram:.4f}."
-        )
+    lines += _levels(content)
     at_once = max(arm["at_once"] for arm in arms)
     if at_once > 1:
         lines.append(
@@ -103,6 +100,37 @@ def caveats(content: Content) -> list[str]:
     ]
     lines += [f"{arm['name']} is left out: it {arm['reason']}." for arm in content["left_out"]]
     return lines + [f"{arm['name']}: its best learning rate is at the edge of the grid." for arm in arms if _edge(arm)]
+
+
+def _levels(content: Content) -> list[str]:
+    """What counting reaches, and which arms of a task have not got beyond it."""
+    levels = content["entropies"]
+    if "unigram" in levels:
+        return [
+            f"The validation tokens themselves, in bits per byte: unigram entropy {levels['unigram']:.4f}, entropy "
+            f"given the token before {levels['bigram']:.4f}."
+        ]
+    if "answers" not in levels:
+        return []
+    lines = [f"To answer by frequency alone, whatever is asked, costs {levels['answers']:.4f} nats per label."]
+    idle = _idle(content)
+    if idle:
+        lines.append(
+            f"Not {IDLE:.0%} better than that: {' · '.join(idle)}. They have not learned the task in this budget, and "
+            "what parts them ranks nothing."
+        )
+    return lines
+
+
+def _idle(content: Content) -> list[str]:
+    """Arms that answer a task no better than by frequency alone."""
+    bound = (1 - IDLE) * content["entropies"].get("answers", math.inf)
+    return [arm["name"] for arm in content["arms"] if arm["n"] and arm["mean"] > bound]
+
+
+def _verdict(content: Content, pair: Content) -> str:
+    """Of a pair; chance beside chance is neither better nor worse."""
+    return "neither has learned the task" if {pair["a"], pair["b"]} <= set(_idle(content)) else pair["verdict"]
 
 
 def _edge(arm: Content) -> bool:
@@ -132,18 +160,18 @@ def results_table(content: Content) -> Table:
         row.append(plus_minus(arm["mean"], arm["half_interval"]))
         if several:
             pair = pairs.get(arm["name"])
-            row.append("" if pair is None else _difference(pair))
+            row.append("" if pair is None else _difference(content, pair))
         rows.append([*row, _status(arm)])
     blank = ["n/a"] * (len(columns) - 2)
     rows += [[arm["name"], *blank, f"left out: {arm['reason']}"] for arm in content["left_out"]]
     return Table(tuple(columns), rows)
 
 
-def _difference(pair: Content) -> str:
+def _difference(content: Content, pair: Content) -> str:
     if pair["diff"] is None:
         return "n/a"
     half = (pair["ci95"][1] - pair["ci95"][0]) / 2 if pair["ci95"] else None
-    return f"{pair['diff']:+.4f}" + ("" if half is None else f" ± {half:.4f}, {pair['verdict']}")
+    return f"{pair['diff']:+.4f}" + ("" if half is None else f" ± {half:.4f}, {_verdict(content, pair)}")
 
 
 def _status(arm: Content) -> str:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     from zoo.comparison.allowance import Allowance
     from zoo.comparison.measure import measure_arms, read_measured
     from zoo.comparison.plan import make_plan
-    from zoo.comparison.report import collect, text_entropies
+    from zoo.comparison.report import collect, entropies_of
     from zoo.recipe import quiet, stop_status
 
     quiet(greetings=False)
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     print(plan.held)
     for arm in plan.left_out:
         print(f"{arm.text} is left out: it {arm.reason}")
-    entropies = text_entropies(plan)
+    entropies = entropies_of(plan)
     try:
         outcome = _run(plan, request.out, args.devices, allowance)
     except SystemExit as stop:
