@@ -14,8 +14,10 @@ from zoo.architecture import settle
 from zoo.budget import match_parameters, non_embedding
 from zoo.checkpoint import load_model
 from zoo.cli import main
+from zoo.comparison import report
 from zoo.comparison.arm import instantiate
 from zoo.comparison.report import versions
+from zoo.comparison.sections import NEITHER, idle_arms
 from zoo.errors import UserError
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy
 
@@ -222,14 +224,34 @@ def test_a_task_is_compared_by_its_loss_and_what_finished_is_read_again(compare,
     assert re.search(r"finished before: \d\.\d{4} nats per label", capsys.readouterr().out)
 
 
-def test_chance_beside_chance_is_neither_better_nor_worse(compare, capsys):
-    """Both arms have learned nothing, and what parts them after three steps would be called a difference."""
+@pytest.mark.parametrize(
+    ("means", "level", "idle"),
+    [
+        ((8.25, 8.319, None), {"answers": 8.3155}, ["a", "b"]),
+        ((8.14, 8.319, 0.1), {"answers": 8.3155}, ["b"]),
+        ((8.25, 8.319, 9.0), {"unigram": 4.0, "bigram": 3.0}, []),
+        ((8.25, 8.319, 9.0), {}, []),
+        ((1e-9, 0.5, 9.0), {"answers": 0.0}, []),  # one answer to everything: nothing is told apart
+    ],
+)
+def test_arms_at_chance_are_those_no_better_than_frequency(means, level, idle):
+    arms = [{"name": name, "n": int(mean is not None), "mean": mean} for name, mean in zip("abc", means)]
+    assert idle_arms(arms, level) == idle
+
+
+def test_chance_beside_chance_is_neither_better_nor_worse(compare, tmp_path, capsys, monkeypatch):
+    """Whatever the intervals say; who has learned something is still better than who has not."""
+    monkeypatch.setattr(
+        report, "compare_pair", lambda *_: {"diff": 0.07, "ci95": [0.01, 0.1], "n": 2, "verdict": "worse"}
+    )
     data = "data={class_path: zoo.data.TaskData, init_args: {task: overwrite, val_rows: 64}}"
     words = ["GA", "GA:heads=1", "--seeds", "2", "--set", data, "--set", "budget.batch_tokens=72"]
     assert compare(*words, "--set", "budget.tokens=216") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "GA:heads=1 against GA: neither has learned the task (" in said
-    assert not re.search(r"against GA: (better|worse)", said)
+    assert "GA:heads=1 against GA: neither has learned the task (" in " ".join(capsys.readouterr().out.split())
+    assert read(tmp_path)["pairs"][0]["verdict"] == NEITHER
+    monkeypatch.setattr(report, "idle_arms", lambda *_: ["GA"])
+    assert compare(*words, "--set", "budget.tokens=216") == 0
+    assert read(tmp_path)["pairs"][0]["verdict"] == "worse"
 
 
 def test_a_report_names_the_commit_of_the_working_copy():

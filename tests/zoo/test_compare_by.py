@@ -93,7 +93,7 @@ def test_without_leave_one_arm_out_ends_the_plan(recipe):
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds", "steps"), [("compare_25m", (1, 2, 3), 305), ("compare_25m_mqar", (1,), 2000)]
+    ("name", "seeds", "steps"), [("compare_25m", (1, 2, 3), 305), ("compare_25m_mqar", (1, 2, 3), 2000)]
 )
 def test_the_comparisons_at_25m_parse_build_and_are_held(name, seeds, steps):
     parser = Parser("zoo compare", "")

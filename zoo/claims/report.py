@@ -190,7 +190,8 @@ def charts_of(trial: Trial) -> list[Chart]:
     if len(set(own.lengths.values())) > 1:
         title = f"{own.name}: trained on rows of {trial.train_context:,}"
         lines = [_line(trial, arm, own.lengths, metric) for arm in trial.scores]
-        found.append(Chart(f"{own.name}_length", title, "tokens of a row", metric, _drawn(lines), log=True))
+        drawn = _drawn(lines)
+        found.append(Chart(f"{own.name}_length", title, "tokens of a row", metric, drawn, log=True, ticks=True))
     sizes = {arm.text: float(arm.state_bytes) for arm in trial.arms if arm.text in trial.scores}
     lines = [_line(trial, arm, {own.score.rpartition("/")[0]: size}, metric) for arm, size in sizes.items()]
     xlabel = f"state bytes at {own.context:,} tokens"

@@ -18,7 +18,7 @@ from zoo.comparison.arm import Arm, instantiate
 from zoo.comparison.intervals import compare_pair, interval
 from zoo.comparison.plan import Plan
 from zoo.comparison.run import Outcome, finite, plain_result, write_json
-from zoo.comparison.sections import Content, caveats, results_table, sections
+from zoo.comparison.sections import NEITHER, Content, caveats, idle_arms, results_table, sections
 from zoo.comparison.sections import verdicts as verdicts  # the command line prints them
 from zoo.data import TaskData
 from zoo.data.rows import IGNORED
@@ -88,7 +88,7 @@ def collect(
 
     Args:
         plan, outcome: what was planned, and what came of it.
-        entropies: from :func:`entropies`.
+        entropies: from :func:`entropies_of`.
         command: what repeats it.
         measured: by arm, from :func:`zoo.comparison.measure.measure_arms`; None: nothing was.
     """
@@ -100,6 +100,10 @@ def collect(
         {"a": arms[0]["name"], "b": arm["name"], **compare_pair(metric, scores[0], own)}
         for arm, own in zip(arms[1:], scores[1:])
     ]
+    at_chance = set(idle_arms(arms, entropies))
+    for pair in pairs:
+        if {pair["a"], pair["b"]} <= at_chance:  # chance beside chance is neither better nor worse
+            pair["verdict"] = NEITHER
     plain = {
         "schema": SCHEMA,
         "held": plan.held,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zoo.comparison.charts import cost_charts, curve_charts, grid_charts, length_charts, measured_charts, over_seeds
@@ -12,6 +11,7 @@ from zoo.page import Section, Table
 from zoo.plot import UNITS
 
 Content = Mapping[str, Any]
+NEITHER = "neither has learned the task"
 IDLE = 0.02  # a task's loss no further below that of answers by frequency is no answer
 HELD = {"params": "parameters", "flops": "training FLOPs", "state": "state"}
 
@@ -56,7 +56,7 @@ def verdicts(content: Content) -> list[str]:
             continue
         span = f", 95 % interval {pair['ci95'][0]:+.4f} to {pair['ci95'][1]:+.4f}" if pair["ci95"] else ""
         lines.append(
-            f"{pair['b']} against {pair['a']}: {_verdict(content, pair)} ({pair['diff']:+.4f} {unit}{span}, "
+            f"{pair['b']} against {pair['a']}: {pair['verdict']} ({pair['diff']:+.4f} {unit}{span}, "
             f"{pair['n']} paired seed{'s' if pair['n'] > 1 else ''})."
         )
     return lines
@@ -113,7 +113,7 @@ def _levels(content: Content) -> list[str]:
     if "answers" not in levels:
         return []
     lines = [f"To answer by frequency alone, whatever is asked, costs {levels['answers']:.4f} nats per label."]
-    idle = _idle(content)
+    idle = idle_arms(content["arms"], levels)
     if idle:
         lines.append(
             f"Not {IDLE:.0%} better than that: {' · '.join(idle)}. They have not learned the task in this budget, and "
@@ -122,15 +122,14 @@ def _levels(content: Content) -> list[str]:
     return lines
 
 
-def _idle(content: Content) -> list[str]:
-    """Arms that answer a task no better than by frequency alone."""
-    bound = (1 - IDLE) * content["entropies"].get("answers", math.inf)
-    return [arm["name"] for arm in content["arms"] if arm["n"] and arm["mean"] > bound]
+def idle_arms(arms: Sequence[Content], entropies: Mapping[str, float]) -> list[str]:
+    """Arms that answer a task no better than by how often each answer occurs.
 
-
-def _verdict(content: Content, pair: Content) -> str:
-    """Of a pair; chance beside chance is neither better nor worse."""
-    return "neither has learned the task" if {pair["a"], pair["b"]} <= set(_idle(content)) else pair["verdict"]
+    A sure sign that they have not learned it, and the only one looked for: to know which answers a row holds is better
+    than frequency, and still no recall.
+    """
+    level = entropies.get("answers", 0.0)
+    return [arm["name"] for arm in arms if arm["n"] and arm["mean"] > (1 - IDLE) * level] if level > 0 else []
 
 
 def _edge(arm: Content) -> bool:
@@ -160,18 +159,18 @@ def results_table(content: Content) -> Table:
         row.append(plus_minus(arm["mean"], arm["half_interval"]))
         if several:
             pair = pairs.get(arm["name"])
-            row.append("" if pair is None else _difference(content, pair))
+            row.append("" if pair is None else _difference(pair))
         rows.append([*row, _status(arm)])
     blank = ["n/a"] * (len(columns) - 2)
     rows += [[arm["name"], *blank, f"left out: {arm['reason']}"] for arm in content["left_out"]]
     return Table(tuple(columns), rows)
 
 
-def _difference(content: Content, pair: Content) -> str:
+def _difference(pair: Content) -> str:
     if pair["diff"] is None:
         return "n/a"
     half = (pair["ci95"][1] - pair["ci95"][0]) / 2 if pair["ci95"] else None
-    return f"{pair['diff']:+.4f}" + ("" if half is None else f" ± {half:.4f}, {_verdict(content, pair)}")
+    return f"{pair['diff']:+.4f}" + ("" if half is None else f" ± {half:.4f}, {pair['verdict']}")
 
 
 def _status(arm: Content) -> str:
