@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+WAITS = "waits"  # what a table says of a run that has not begun
 _LINES = 4  # of progress a run, where there is no terminal
 _EVERY = 0.5  # seconds between two looks at a run's figures: each makes the host wait for the device
 _FRAME = 6  # lines of a screen that a table's head, frame and caption take
@@ -104,7 +105,7 @@ class LiveRuns:
 
     def begin(self, titles: Sequence[str]) -> None:
         """What is going to run, in order; more may be said later."""
-        self._rows += [[title, "waits", ""] for title in titles]
+        self._rows += [[title, WAITS, ""] for title in titles]
         self._show()
 
     def start(self, title: str) -> None:
@@ -134,7 +135,7 @@ class LiveRuns:
         self._show()
 
     def _show(self, *, whole: bool = False) -> None:
-        over = sum(row[1] != "waits" and not _under_way(row) for row in self._rows)
+        over = sum(row[1] != WAITS and not _under_way(row) for row in self._rows)
         table = Table(caption=f"{over} of {len(self._rows)} runs are over {self._left}", header_style="bold")
         for title in ("run", "progress", "figures"):
             table.add_column(title)

@@ -6,18 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 
 import pytest
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from zoo.comparison import devices as compare_devices
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import Pool, Work, read_devices, run_on_devices
-from zoo.comparison.plan import Run, make_plan
+from zoo.comparison.plan import Result, Run, make_plan
 from zoo.comparison.report import collect
-from zoo.comparison.run import folder_of, run_plan
+from zoo.comparison.run import folder_of, not_run, run_plan, why
 from zoo.comparison.sections import caveats
 from zoo.comparison.watch import DeviceLines, DeviceTable
 from zoo.errors import UserError
@@ -127,6 +130,53 @@ def test_comparisons_share_a_pool_and_one_that_cannot_begin_leaves_the_others_al
 
 def again_titles(plan):
     return [Run(arm, seed).title for seed in plan.seeds for arm in plan.arms]
+
+
+class Memory:
+    """Stands for what lanes do on devices of one size: a run fails where all that train there need more than it has."""
+
+    def __init__(self, size, needs):
+        self.size, self.needs, self.lock = size, needs, threading.Lock()
+        self.here, self.tries = Counter(), Counter()
+        self.died = set()
+
+    def train(self, lane, work, run):
+        need = self.needs.get(run.arm.text, 1)
+        with self.lock:
+            self.tries[run.title] += 1
+            self.here[lane.name] += need
+            if self.here[lane.name] > self.size:
+                self.died.add(lane)
+        time.sleep(0.05)
+        with self.lock:
+            self.here[lane.name] -= need
+        if lane in self.died:  # what comes last finds none, here
+            self.died.remove(lane)
+            error = torch.OutOfMemoryError("CUDA out of memory. Tried. Including non-PyTorch memory, others have it.")
+            return not_run(run, why(error), "failed")
+        return Result(run.arm, "finished", run.seed, loss=1.0)
+
+
+@pytest.mark.parametrize("devices", [["0"] * 6, ["0", "1"] * 3])
+def test_what_finds_no_memory_beside_others_is_tried_again_with_fewer_there(
+    recipe, tmp_path, monkeypatch, capsys, devices
+):
+    patterns = ["GA", "SWA", "GDN,SWA", "DN,SWA", "GLA,SWA", "LA,SWA"]
+    plan = make_plan(patterns, recipe, seeds=3, match=False, overrides=["--budget.tokens=384"])
+    memory = Memory(12, {"GDN,SWA": 5, "DN,SWA": 5, "GLA,SWA": 11, "LA,SWA": 13})
+    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+    outcome = run_on_devices(plan, tmp_path, devices, watch=Heard())
+    for result in outcome.results:
+        # Alone on a device, what is larger than it has failed, and is not tried for ever.
+        big = result.arm.text == "LA,SWA"
+        assert result.status == ("failed" if big else "finished"), result.error
+        assert result.error == ("out of memory: CUDA out of memory. Tried." if big else "")
+    assert max(memory.tries.values()) <= 4  # beside 5, 2, 1, none
+    assert memory.tries["LA,SWA, seed 1"] > 1
+    said = capsys.readouterr().out
+    assert "tried again beside 0 at most" in said
+    assert f"of {len(outcome.results)} on" in said
+    assert f"run {len(outcome.results) + 1} of" not in said, "a run that is tried again is no other run"
 
 
 SCRIPT = """

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.plan import Plan, Result, Run
-from zoo.comparison.run import Job, Outcome, folder_of, in_order, not_run, over_before, read_result
+from zoo.comparison.run import Job, Outcome, folder_of, in_order, not_run, over_before, read_result, starved
 from zoo.comparison.watch import DeviceWatch, watch_devices
 from zoo.errors import UserError
 
@@ -110,12 +110,35 @@ class Batch:
         return [self.results[index] for index in range(len(self.jobs))]
 
 
+@dataclass(eq=False)
+class Turn:
+    """A job of a batch, in the queue or on a device.
+
+    Attributes:
+        batch, index: where its result belongs.
+        room: the most runs that may share the device with it; None: any number, for it has not run out of memory.
+        beside: the most that have, since it was taken.
+    """
+
+    batch: Batch
+    index: int
+    room: int | None = None
+    beside: int = 0
+
+    def admits(self, others: int) -> bool:
+        """Whether so many may share the device with it."""
+        return self.room is None or others <= self.room
+
+
 class Pool:
     """Processes on devices, and the one queue that they take runs from. Several threads may give it work.
 
     Every process sees its device alone (``CUDA_VISIBLE_DEVICES``), begins with its first run and serves all work after
     it. One that dies takes its own run with it, and the next run begins another. Leaving the pool ends them; a run
     under way saves its checkpoint first.
+
+    A run that finds no memory beside others stands in the queue again, until half as many share a device; one that had
+    it for itself has failed.
 
     Args:
         devices: from :func:`read_devices`.
@@ -125,7 +148,8 @@ class Pool:
 
     def __init__(self, devices: Sequence[str], out: str | Path, watch: DeviceWatch):
         self.watch, self._lock = watch, threading.Lock()
-        self._queue: deque[tuple[Batch, int]] = deque()
+        self._queue: deque[Turn] = deque()
+        self._under_way: dict[str, list[Turn]] = {name: [] for name in devices}
         self._more = threading.Condition()
         self._closed = False
         self._handler: Any = None
@@ -172,18 +196,18 @@ class Pool:
         with self._more:
             if self._closed:
                 raise RuntimeError("the pool was closed")
-            self._queue.extend((batch, index) for index in range(len(jobs)))
-            self._queue = deque(sorted(self._queue, key=lambda job: job[0].work.turn))
+            self._queue.extend(Turn(batch, index) for index in range(len(jobs)))
+            self._queue = deque(sorted(self._queue, key=lambda turn: turn.batch.work.turn))
             self._more.notify_all()
         return batch.wait(lambda: self._closed)
 
-    def _give_back(self, lane: Lane, batch: Batch, index: int) -> bool:
+    def _give_back(self, lane: Lane, turn: Turn) -> bool:
         """Take a lane out that gets no process, and leave its job to another; False: there is no other."""
         with self._more:
             if self._serving == [lane]:
                 return False
             self._serving.remove(lane)
-            self._queue.appendleft((batch, index))
+            self._queue.appendleft(turn)
             self._more.notify_all()
             return True
 
@@ -192,25 +216,61 @@ class Pool:
         with self._lock:
             getattr(self.watch, what)(*words, **more)
 
+    def _next(self, name: str) -> Turn | None:
+        """Wait for the first job that a device has room for, and put it there; None: the pool was closed."""
+        with self._more:
+            here = self._under_way[name]
+            while not self._closed:
+                self._queue = deque(turn for turn in self._queue if turn.batch.error is None)
+                if all(turn.admits(len(here)) for turn in here):
+                    for turn in self._queue:
+                        if turn.admits(len(here)):
+                            self._queue.remove(turn)
+                            self._put(turn, here)
+                            return turn
+                self._more.wait()
+            return None
+
+    @staticmethod
+    def _put(turn: Turn, here: list[Turn]) -> None:
+        here.append(turn)
+        turn.beside = 0
+        for each in here:
+            each.beside = max(each.beside, len(here) - 1)
+
+    def _leave(self, name: str, turn: Turn, *, starved: bool = False) -> bool:
+        """Take a job off its device; whether it stands in the queue again, for want of memory beside others."""
+        with self._more:
+            self._under_way[name].remove(turn)
+            again = starved and turn.beside > 0 and not self._closed
+            if again:
+                turn.room = turn.beside // 2
+                self._queue.appendleft(turn)
+            self._more.notify_all()
+            return again
+
     def _serve(self, lane: Lane) -> None:
-        while True:
-            with self._more:
-                while not self._queue and not self._closed:
-                    self._more.wait()
-                if self._closed:
-                    return
-                batch, index = self._queue.popleft()
-            if batch.error is not None:
-                continue
+        while (turn := self._next(lane.name)) is not None:
+            batch, (run, known) = turn.batch, turn.batch.jobs[turn.index]
+            title = batch.work.title(run.title)
             try:
-                batch.results[index] = lane.take(batch.work, *batch.jobs[index])
+                result, before = lane.take(batch.work, run, known)
             except CannotBegin as error:
-                if self._give_back(lane, batch, index):
+                self._leave(lane.name, turn)
+                if self._give_back(lane, turn):
                     return
-                run, _ = batch.jobs[index]
-                batch.results[index] = not_run(run, str(error), "failed")
+                result, before = not_run(run, str(error), "failed"), False
             except Exception as error:  # raised again by who waits for the batch
+                self._leave(lane.name, turn)
                 _fail(batch, error)
+                continue
+            else:
+                if self._leave(lane.name, turn, starved=starved(result)):
+                    words = f"no memory beside {turn.beside} others; tried again beside {turn.room} at most"
+                    self.say("back", title, words)
+                    continue
+            self.say("over", title, result.status, result.score, before=before)
+            batch.results[turn.index] = result
             if len(batch.results) == len(batch.jobs):
                 batch.over.set()
 
@@ -240,8 +300,8 @@ class Lane:
         self.known: set[Work] = set()  # by the process
         self.closed = False
 
-    def take(self, work: Work, run: Run, known: Result | None) -> Result:
-        """Run a job, unless it is over or does not fit.
+    def take(self, work: Work, run: Run, known: Result | None) -> tuple[Result, bool]:
+        """Run a job, unless it is over or does not fit; and whether an earlier call had run it.
 
         Raises:
             UserError: of what all arms share.
@@ -253,8 +313,7 @@ class Lane:
         if result is None:
             reason = work.allowance.refuse()
             result = not_run(run, reason) if reason is not None else self._train(work, run)
-        self.pool.say("over", title, result.status, result.score, before=before)
-        return result
+        return result, before
 
     def stop(self) -> None:
         """Tell the process to end; one that trains saves its checkpoint first."""

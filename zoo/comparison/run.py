@@ -28,6 +28,8 @@ from zoo.errors import UserError
 from zoo.run import LAST, read_metrics
 from zoo.watch import NonFiniteError, SaveOnSignal
 
+OUT_OF_MEMORY = "out of memory"  # begins the reason of a run that died of it
+
 
 class Watch(Protocol):
     """Hears of a comparison while it runs."""
@@ -306,10 +308,16 @@ def train_run(
 
 
 def why(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line; of memory, what was wanted and what there was, without the list of who has it."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return f"out of memory: {next(iter(str(error).splitlines()))}"
+        first = next(iter(str(error).splitlines()), "")
+        return f"{OUT_OF_MEMORY}: {first.split(' Including non-PyTorch memory')[0]}"
     return next(iter(f"{type(error).__name__}: {error}".splitlines()))
+
+
+def starved(result: Result) -> bool:
+    """Whether a run died for want of memory."""
+    return result.status == "failed" and result.error.startswith(OUT_OF_MEMORY)
 
 
 def _run_words(plan: Plan, run: Run) -> list[str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-from zoo.console import Console, LiveRuns, clock_words, figure_words
+from zoo.console import WAITS, Console, LiveRuns, clock_words, figure_words
 
 _LINES = 4  # of progress a run, where there is no terminal
 
@@ -27,6 +27,9 @@ class DeviceWatch(Protocol):
     def progress(self, title: str, done: int, whole: int, figures: dict[str, float]) -> None:
         """It has made steps."""
 
+    def back(self, title: str, reason: str) -> None:
+        """It stands in the queue again."""
+
     def over(self, title: str, status: str, score: str, *, before: bool) -> None:
         """It has ended; ``before``: it had been in an earlier call."""
 
@@ -42,7 +45,7 @@ class DeviceLines:
 
     def __init__(self) -> None:
         self._quarters: dict[str, int] = {}  # by title
-        self._number = 0
+        self._numbers: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -56,8 +59,8 @@ class DeviceLines:
 
     def take(self, title: str, device: str) -> None:
         """A device takes a run."""
-        self._number += 1
-        print(f"run {self._number} of {len(self._quarters)} on {device}: {title}", flush=True)
+        number = self._numbers.setdefault(title, len(self._numbers) + 1)
+        print(f"run {number} of {len(self._quarters)} on {device}: {title}", flush=True)
 
     def progress(self, title: str, done: int, whole: int, figures: dict[str, float]) -> None:
         """It has made steps."""
@@ -65,6 +68,11 @@ class DeviceLines:
         if quarter > self._quarters[title]:
             self._quarters[title] = quarter
             print(f"  {title}: step {done} of {whole}{figure_words(figures)}", flush=True)
+
+    def back(self, title: str, reason: str) -> None:
+        """It stands in the queue again."""
+        self._quarters[title] = 0
+        print(f"  {title}: {reason}", flush=True)
 
     def over(self, title: str, status: str, score: str, *, before: bool) -> None:
         """It has ended."""
@@ -103,6 +111,11 @@ class DeviceTable(LiveRuns):
         self._going[title] = (began, first, (done - first) / max(1, whole - first))
         self._fill(title, f"{done / whole:.0%} on {self._places[title][1]}", figure_words(figures).removeprefix(", "))
 
+    def back(self, title: str, reason: str) -> None:
+        """It stands in the queue again."""
+        self._going.pop(title)
+        self._fill(title, WAITS, reason)
+
     def over(self, title: str, status: str, score: str, *, before: bool) -> None:
         """It has ended."""
         began, first, _ = self._going.pop(title)
@@ -124,6 +137,6 @@ class DeviceTable(LiveRuns):
             return ""
         mean = sum(known) / len(known)
         under_way = [wholes.get(title, mean) * (1 - share) for title, (_, _, share) in self._going.items()]
-        waiting = sum(row[1] == "waits" for row in self._rows)
+        waiting = sum(row[1] == WAITS for row in self._rows)
         devices = len({device for _, device in self._places.values() if device})
         return f"about {clock_words((sum(under_way) + waiting * mean) / devices)} left"
