@@ -15,6 +15,8 @@ from typing import Any
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
+# Where a logarithmic axis may have ticks within a power of ten: the first of these that gives it three.
+DIGITS = ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7), (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9))
 
 UNITS = {"bpb": "bits/byte", "loss": "nats/label"}
 # Stands for the page's own text colour in an SVG; no drawn colour is this one.
@@ -106,6 +108,22 @@ def _opening(chart: Chart) -> str:
     )
 
 
+def style_of(index: int) -> tuple[str, str]:
+    """The colour and the marker of a chart's line, counted from 0; no two of 49 are alike."""
+    return COLOURS[index % len(COLOURS)], MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
+
+
+def log_places(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis from ``low`` to ``high``, both above 0; none where nothing round lies between."""
+    found: list[float] = []
+    for digits in DIGITS:
+        powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+        found = [digit * 10.0**power for power in powers for digit in digits if low <= digit * 10.0**power <= high]
+        if len(found) >= 3:
+            break
+    return found
+
+
 def _figure(chart: Chart, ink: str = "black") -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -117,9 +135,9 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
         _draw_grid(axes, chart, chart.grid)
         return figure
     for index, line in enumerate(chart.lines):
-        colour = COLOURS[index % len(COLOURS)]
+        colour, marker = style_of(index)
         colour = ink if colour == "#000000" else colour  # black is lost on a dark page
-        style = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "markersize": 4.5}
+        style = {"color": colour, "marker": marker, "markersize": 4.5}
         x, y = zip(*line.points)
         axes.plot(x, y, **style, linewidth=1.6, label=line.name)
         if line.band and len(x) > 1:
@@ -142,6 +160,9 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
     axes.set_ylabel(chart.ylabel)
     if chart.log:
         axes.set_xscale("log")
+        places = log_places(*axes.get_xlim()) or sorted({x for line in chart.lines for x, _ in line.points})
+        axes.set_xticks(places, [short(place) for place in places])
+        axes.minorticks_off()
     else:
         axes.xaxis.set_major_formatter(lambda value, _: short(value))
     if max(y for line in chart.lines for _, y in line.points) >= 1e4:  # else a lone 1e6 would stand over the axis
@@ -149,7 +170,6 @@ def _figure(chart: Chart, ink: str = "black") -> Any:
     if chart.ticks:
         places = sorted({x for line in chart.lines for x, _ in line.points})
         axes.set_xticks(places, [f"{place:,.0f}" for place in places])
-        axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     # Above the axes, where it hides nothing.
@@ -206,8 +226,8 @@ def draw_by_length(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for index, (name, points) in enumerate(lines):
-        style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 5}
-        axes.plot(*zip(*points), **style, linewidth=1.6, label=name)
+        colour, marker = style_of(index)
+        axes.plot(*zip(*points), color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({tokens for _, points in lines for tokens, _ in points})

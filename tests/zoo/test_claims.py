@@ -14,7 +14,7 @@ from zoo.claims import run as run_module
 from zoo.claims.claim import Claim, Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, Bound, Finding, Margin
 from zoo.claims.report import charts_of, depths
-from zoo.claims.run import NO_GPU, NO_GPU_NAMED, Trial, plan_of
+from zoo.claims.run import NO_GPU, NO_GPU_NAMED, plan_of
 from zoo.cli import main
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.intervals import bootstrap
@@ -264,6 +264,25 @@ def test_the_files_hold_lengths_states_and_a_picture(claims, tmp_path):
         assert f"({name})" in (out / "claims.md").read_text(encoding="utf-8")
 
 
+def test_the_report_is_written_anew_from_its_json_alone_and_no_option_changes_it(claims, tmp_path, capsys):
+    assert claims(SURE, FALSE) == 1
+    out = tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    for name in before.keys() - {"claims.json"}:
+        (out / name).unlink()
+    assert main(["claims", "--report-only", str(out)]) == 1, "a gate does not hold"
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    capsys.readouterr()
+    for words in (["--tier", "2"], ["--only", "parity"], ["--free"], ["--out", "elsewhere"], ["--minutes", "5"]):
+        assert main(["claims", "--report-only", str(out), *words]) == 2
+        assert f"{words[0]} changes none of it" in capsys.readouterr().err
+    assert main(["claims", "--report-only", str(tmp_path)]) == 2
+    assert "cannot be read; name a folder of `zoo claims`" in capsys.readouterr().err
+    (out / "claims.json").write_text('{"schema": 1}')
+    assert main(["claims", "--report-only", str(out)]) == 2
+    assert "has the layout 1" in capsys.readouterr().err
+
+
 def test_no_run_begins_once_the_time_is_over_and_a_later_call_goes_on(claims, tmp_path, monkeypatch, capsys):
     asked = []
 
@@ -488,14 +507,13 @@ def test_an_allowance_handed_to_another_process_ends_at_the_same_time():
 
 
 def test_needles_are_drawn_by_depth_and_length(tmp_path):
-    trial = Trial(
-        replace(TINY, name="needle", lengths={"512": 512, "1024": 1024}, score="512/exact"), train_context=512
-    )
+    own = {"name": "needle", "lengths": {"512": 512, "1024": 1024}, "score": "512/exact", "train_context": 512}
     scores = {f"{length}/depth_to_{depth}/exact": depth / 200 for length in (512, 1024) for depth in (10, 100)}
     del scores["1024/depth_to_100/exact"]
-    trial.scores = {"GA": {0: scores, 1: {name: value + 0.5 for name, value in scores.items()}}}
+    seeds = {"0": scores, "1": {name: value + 0.5 for name, value in scores.items()}}
+    own |= {"context": 512, "arms": [{"name": "GA", "state_bytes": 8, "scores": seeds}]}
     assert depths(scores, "512") == {10: 0.05, 100: 0.5}
-    (chart,) = charts_of(trial)[-1:]
+    (chart,) = charts_of(own)[-1:]
     grid = chart.grid
     assert grid is not None
     assert grid.columns == ("512", "1,024")

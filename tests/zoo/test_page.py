@@ -16,7 +16,7 @@ from zoo.comparison.plan import make_plan
 from zoo.comparison.report import collect, entropies_of, write_report
 from zoo.comparison.run import run_plan
 from zoo.page import Section, Table, to_html, to_markdown
-from zoo.plot import COLOURS, Chart, Line, chart_svg, draw_chart
+from zoo.plot import COLOURS, Chart, Line, chart_svg, draw_chart, log_places, short, style_of
 
 RECIPE = Path(__file__).parents[2] / "recipes/tiny_text.yaml"
 VOID = {"meta", "link"}  # elements without an end
@@ -124,6 +124,27 @@ def test_large_numbers_stand_at_their_ticks_and_not_as_a_power_over_the_axis():
     assert not any("e" in text and text[0].isdigit() for text in texts)
 
 
+def test_no_two_of_49_arms_look_alike_and_the_first_seven_differ_in_both():
+    styles = [style_of(index) for index in range(49)]
+    assert len(set(styles)) == 49
+    for part in zip(*styles[:7]):
+        assert len(set(part)) == 7
+
+
+@pytest.mark.parametrize(("low", "high"), [(4800, 11500), (1, 1e9), (6e-4, 1.1e-2), (900, 40_000), (5e5, 5.6e5)])
+def test_a_logarithmic_axis_has_ticks_in_plain_figures(low, high):
+    places = log_places(low, high)
+    assert all(low <= place <= high for place in places)
+    assert len(places) <= 12
+    if high > 2 * low:
+        assert len(places) >= 3
+    lines = tuple(Line(name, ((x, 0.5),)) for name, x in (("a", low), ("b", high)))
+    tree = ElementTree.fromstring(chart_svg(Chart("state", "t", "bytes", "score", lines, log=True)))
+    texts = ["".join(element.itertext()) for element in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert {short(place) for place in places} <= set(texts)
+    assert not any("10" in text and "\u00d7" in text for text in texts), texts
+
+
 def test_a_chart_is_a_picture_too(tmp_path):
     draw_chart(CHART, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
@@ -184,6 +205,9 @@ def test_the_report_is_written_anew_from_its_json_alone(folder, capsys):
     assert (folder / "report.html").read_text(encoding="utf-8") == before
     assert main(["compare", "--report-only", str(folder / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    for words, said in ((["GA"], "an arm"), (["--seeds", "2"], "--seeds"), (["--measure"], "--measure")):
+        assert main(["compare", *words, "--report-only", str(folder)]) == 2
+        assert f"{said} changes none of it" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- in a browser

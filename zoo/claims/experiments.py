@@ -1,4 +1,4 @@
-"""What tier 2 trains, sized by trials on an H200 (docs/claims.md), so that side by side all takes twenty minutes.
+"""What tier 2 trains, sized by trials on an H200 (docs/claims.md), so that side by side all takes a quarter of an hour.
 
 Learning rates are the recipes' where none is given.
 """

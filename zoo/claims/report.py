@@ -1,4 +1,4 @@
-"""What trying claims gave, as claims.json, claims.md, figures as CSV, and pictures."""
+"""What trying claims gave, as claims.json; and from that alone claims.md, figures as CSV, and pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.claims.claim import Experiment
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, figure
 from zoo.claims.leads import leads_of
 from zoo.claims.run import Judged, Outcome, Trial
@@ -18,7 +17,7 @@ from zoo.comparison.run import finite, write_json
 from zoo.page import Section, Table, to_markdown
 from zoo.plot import Chart, Grid, Line, draw_chart
 
-SCHEMA = 2  # of claims.json
+SCHEMA = 3  # of claims.json
 SLOW = 2  # times the stated seconds, and a claim is called over its time
 Content = Mapping[str, Any]
 
@@ -69,6 +68,7 @@ def _trial_content(trial: Trial) -> dict[str, Any]:
         "seeds": list(own.seeds),
         "rates": list(own.rates),
         "lengths": dict(own.lengths),
+        "context": own.context,
         "train_context": trial.train_context,
         "score": own.score,
         "matched": own.matched,
@@ -91,8 +91,12 @@ def _trial_content(trial: Trial) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
-def write_report(outcome: Outcome, content: Content, out: str | Path) -> dict[str, Path]:
-    """Write claims.json, claims.md with its pictures, and the figures as CSV.
+def write_report(content: Content, out: str | Path) -> dict[str, Path]:
+    """Write claims.json, claims.md with its pictures, and the figures as CSV; on any machine.
+
+    Args:
+        content: from :func:`collect`, or read from claims.json.
+        out: the folder, made where it is not there.
 
     Returns:
         The files by name.
@@ -102,16 +106,16 @@ def write_report(outcome: Outcome, content: Content, out: str | Path) -> dict[st
     names = ("claims.json", "claims.md", "figures.csv", "lengths.csv", "depths.csv", "states.csv", "leads.csv")
     files = {name: out / name for name in names}
     write_json(files["claims.json"], content)
-    charts = {trial.experiment.name: charts_of(trial) for trial in outcome.trials}
+    charts = {own["name"]: charts_of(own) for own in content["experiments"]}
     files["claims.md"].write_text(to_markdown("Claims, and what was measured", sections(content, charts)), "utf-8")
     for chart in (chart for found in charts.values() for chart in found):
         files[f"{chart.name}.png"] = out / f"{chart.name}.png"
         draw_chart(chart, files[f"{chart.name}.png"])
     for name, rows in (
-        ("figures.csv", _figure_rows(outcome.trials)),
-        ("lengths.csv", _length_rows(outcome.trials)),
-        ("depths.csv", _depth_rows(outcome.trials)),
-        ("states.csv", _state_rows(outcome.trials)),
+        ("figures.csv", _figure_rows(content)),
+        ("lengths.csv", _length_rows(content)),
+        ("depths.csv", _depth_rows(content)),
+        ("states.csv", _state_rows(content)),
         ("leads.csv", ([lead[name] for name in COLUMNS["leads.csv"]] for lead in content["leads"])),
     ):
         _write_csv(files[name], COLUMNS[name], rows)
@@ -134,43 +138,48 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
         writer.writerows(rows)
 
 
-def _each_run(trials: Iterable[Trial]) -> Iterable[tuple[Trial, str, int, Mapping[str, float]]]:
-    for trial in trials:
-        for arm, by_seed in trial.scores.items():
-            for seed, scores in by_seed.items():
-                yield trial, arm, seed, scores
+def _each_run(content: Content) -> Iterable[tuple[Content, Content, int, Mapping[str, float]]]:
+    """(experiment, arm, seed, figures) of every run that gave some."""
+    for own in content["experiments"]:
+        for arm in own["arms"]:
+            for seed, scores in arm["scores"].items():
+                yield own, arm, int(seed), _numbers(scores)
 
 
-def _figure_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
-    for trial, arm, seed, scores in _each_run(trials):
+def _numbers(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """Figures as numbers; JSON has none that are not finite, and null in their place."""
+    return {name: math.nan if value is None else value for name, value in scores.items()}
+
+
+def _figure_rows(content: Content) -> Iterable[Sequence[Any]]:
+    for own, arm, seed, scores in _each_run(content):
         for name, value in scores.items():
-            yield trial.experiment.name, arm, seed, name, value
+            yield own["name"], arm["name"], seed, name, value
 
 
-def _length_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
-    for trial, arm, seed, scores in _each_run(trials):
-        metric = _metric(trial.experiment)
-        for reading, tokens in trial.experiment.lengths.items():
+def _length_rows(content: Content) -> Iterable[Sequence[Any]]:
+    for own, arm, seed, scores in _each_run(content):
+        metric = _metric(own)
+        for reading, tokens in own["lengths"].items():
             value = figure(scores, f"{reading}/{metric}")
-            yield trial.experiment.name, arm, seed, trial.train_context, tokens, metric, value
+            yield own["name"], arm["name"], seed, own["train_context"], tokens, metric, value
 
 
-def _depth_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
-    for trial, arm, seed, scores in _each_run(trials):
-        for reading, tokens in trial.experiment.lengths.items():
+def _depth_rows(content: Content) -> Iterable[Sequence[Any]]:
+    for own, arm, seed, scores in _each_run(content):
+        for reading, tokens in own["lengths"].items():
             for depth, value in depths(scores, reading).items():
-                yield trial.experiment.name, arm, seed, trial.train_context, tokens, depth, value
+                yield own["name"], arm["name"], seed, own["train_context"], tokens, depth, value
 
 
-def _state_rows(trials: Iterable[Trial]) -> Iterable[Sequence[Any]]:
-    sizes = {(trial.experiment.name, arm.text): arm.state_bytes for trial in trials for arm in trial.arms}
-    for trial, arm, seed, scores in _each_run(trials):
-        own = trial.experiment
-        yield own.name, arm, seed, own.context, sizes[own.name, arm], own.score, figure(scores, own.score)
+def _state_rows(content: Content) -> Iterable[Sequence[Any]]:
+    for own, arm, seed, scores in _each_run(content):
+        value = figure(scores, own["score"])
+        yield own["name"], arm["name"], seed, own["context"], arm["state_bytes"], own["score"], value
 
 
-def _metric(experiment: Experiment) -> str:
-    return experiment.score.rpartition("/")[2]
+def _metric(own: Content) -> str:
+    return own["score"].rpartition("/")[2]
 
 
 def depths(scores: Mapping[str, float], reading: str) -> dict[int, float]:
@@ -181,49 +190,46 @@ def depths(scores: Mapping[str, float], reading: str) -> dict[int, float]:
 
 
 # --------------------------------------------------------------------------------------------------------------- charts
-def charts_of(trial: Trial) -> list[Chart]:
-    """Score by length and by decode state, and by depth and length where there is a needle."""
-    own, metric = trial.experiment, _metric(trial.experiment)
-    if not trial.scores:
-        return []
+def charts_of(own: Content) -> list[Chart]:
+    """Of an experiment: score by length and by decode state, and by depth and length where there is a needle."""
+    arms, metric = [arm for arm in own["arms"] if arm["scores"]], _metric(own)
     found = []
-    if len(set(own.lengths.values())) > 1:
-        title = f"{own.name}: trained on rows of {trial.train_context:,}"
-        lines = [_line(trial, arm, own.lengths, metric) for arm in trial.scores]
-        drawn = _drawn(lines)
-        found.append(Chart(f"{own.name}_length", title, "tokens of a row", metric, drawn, log=True, ticks=True))
-    sizes = {arm.text: float(arm.state_bytes) for arm in trial.arms if arm.text in trial.scores}
-    lines = [_line(trial, arm, {own.score.rpartition("/")[0]: size}, metric) for arm, size in sizes.items()]
-    xlabel = f"state bytes at {own.context:,} tokens"
-    title, drawn = f"{own.name}: score by decode state", _drawn(lines)
-    found += [Chart(f"{own.name}_state", title, xlabel, own.score, drawn, log=True)] if drawn[1:] else []
-    return [chart for chart in found if chart.lines] + _depth_charts(trial)
+    if len(set(own["lengths"].values())) > 1:
+        title = f"{own['name']}: trained on rows of {own['train_context']:,}"
+        drawn = _drawn(_line(arm, own["lengths"], metric) for arm in arms)
+        found.append(Chart(f"{own['name']}_length", title, "tokens of a row", metric, drawn, log=True, ticks=True))
+    reading = own["score"].rpartition("/")[0]
+    drawn = _drawn(_line(arm, {reading: float(arm["state_bytes"])}, metric) for arm in arms)
+    if drawn[1:]:
+        title, xlabel = f"{own['name']}: score by decode state", f"state bytes at {own['context']:,} tokens"
+        found.append(Chart(f"{own['name']}_state", title, xlabel, own["score"], drawn, log=True))
+    return [chart for chart in found if chart.lines] + _depth_charts(own, arms)
 
 
 def _drawn(lines: Iterable[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if line.points)
 
 
-def _line(trial: Trial, arm: str, places: Mapping[str, float], metric: str) -> Line:
+def _line(arm: Content, places: Mapping[str, float], metric: str) -> Line:
     """An arm's mean over seeds at each reading, and the range of its seeds."""
-    points, band = [], []
+    points, band, seeds = [], [], [_numbers(scores) for scores in arm["scores"].values()]
     for reading, x in places.items():
-        values = [figure(scores, f"{reading}/{metric}") for scores in trial.scores[arm].values()]
+        values = [figure(scores, f"{reading}/{metric}") for scores in seeds]
         values = [value for value in values if math.isfinite(value)]
         if values:
             points.append((x, math.fsum(values) / len(values)))
             band.append((min(values), max(values)))
-    return Line(arm, tuple(points), tuple(band) if len(trial.scores[arm]) > 1 else ())
+    return Line(arm["name"], tuple(points), tuple(band) if len(seeds) > 1 else ())
 
 
-def _depth_charts(trial: Trial) -> list[Chart]:
-    charts, lengths = [], trial.experiment.lengths
-    for number, (arm, by_seed) in enumerate(trial.scores.items(), start=1):
+def _depth_charts(own: Content, arms: Sequence[Content]) -> list[Chart]:
+    charts = []
+    for number, arm in enumerate(arms, start=1):
         # Means over seeds, cell by cell: (depth, tokens) -> values.
         cells: dict[tuple[int, int], list[float]] = {}
-        for scores in by_seed.values():
-            for reading, tokens in lengths.items():
-                for depth, value in depths(scores, reading).items():
+        for scores in arm["scores"].values():
+            for reading, tokens in own["lengths"].items():
+                for depth, value in depths(_numbers(scores), reading).items():
                     cells.setdefault((depth, tokens), []).append(value)
         if not cells:
             continue
@@ -234,8 +240,8 @@ def _depth_charts(trial: Trial) -> list[Chart]:
             tuple(f"{depth - 10} to {depth} %" for depth in rows),
             tuple(tuple(means.get((depth, tokens)) for tokens in columns) for depth in rows),
         )
-        title = f"{arm}: answers right, trained on {trial.train_context:,}"
-        name = f"{trial.experiment.name}_depth_{number}"
+        title = f"{arm['name']}: answers right, trained on {own['train_context']:,}"
+        name = f"{own['name']}_depth_{number}"
         charts.append(Chart(name, title, "tokens of a row", "depth of the needle", (), grid=grid))
     return charts
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoo.verbs.stored import read_stored
 
 if TYPE_CHECKING:
     from zoo.claims.claim import Claim, Experiment
     from zoo.console import Lines, LiveRuns
+
+OUT = "runs/claims"  # unless --out names another folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,39 +28,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs side by side, one process a name: 0,1; or 0,0 for two on one GPU; cpu is a device too",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="stop then; the same command goes on")
-    parser.add_argument("--out", default="runs/claims", metavar="FOLDER", help="default runs/claims; goes on with it")
+    parser.add_argument("--out", metavar="FOLDER", help=f"default {OUT}; goes on with it")
     parser.add_argument("--list", action="store_true", help="show the claims and what each costs; try none")
+    parser.add_argument(
+        "--report-only", metavar="FOLDER", help="write the report of an earlier call anew, from its claims.json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Try, print, write the report. Exits with 1 if a gate does not hold or a run failed."""
+    if args.report_only is not None:
+        from zoo.claims.report import SCHEMA
+
+        return _report(*read_stored(args, "claims", "claims.json", SCHEMA))
     from zoo.claims.table import select
 
     claims = select(tier=args.tier, only=args.only, free=args.free) if _asks(args) else select()
     if args.list:
         return _list(claims if _asks(args) else None)
-    from zoo.claims.report import claims_table, collect, summary, write_report
+    from zoo.claims.report import collect
     from zoo.claims.run import try_claims
     from zoo.comparison.devices import read_devices
-    from zoo.console import print_table
     from zoo.recipe import quiet, stop_status
 
     quiet(greetings=False)
+    out = Path(args.out if args.out is not None else OUT)
     try:
         devices = read_devices(args.devices) if args.devices is not None else ()
-        outcome = try_claims(claims, args.out, minutes=args.minutes, watching=_watching, devices=devices)
+        outcome = try_claims(claims, out, minutes=args.minutes, watching=_watching, devices=devices)
     except SystemExit as stop:
         status = stop_status(stop)
         if status is None:
             raise
         return status
-    content = collect(outcome, _command(args))
-    files = write_report(outcome, content, args.out)
+    return _report(collect(outcome, _command(args)), out)
+
+
+def _report(content: Mapping[str, Any], out: Path) -> int:
+    from zoo.claims.report import claims_table, summary, write_report
+    from zoo.console import print_table
+
+    files = write_report(content, out)
     table = claims_table(content)
     print()
     print_table(table.columns, table.rows, notes=[summary(content)])
     print(f"\nreport {files['claims.md']}, numbers {files['claims.json']}")
-    return 0 if outcome.good else 1
+    return 0 if content["good"] else 1
 
 
 def _watching(experiment: Experiment) -> Lines | LiveRuns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError
 from zoo.names import near
+from zoo.verbs.stored import read_stored
 
 if TYPE_CHECKING:
     from zoo.comparison.allowance import Allowance
@@ -96,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the arms, print the table, write the report. Exits with 1 if an arm failed, or has no place in the budget."""
     if args.report_only is not None:
-        return _report_only(args)
+        from zoo.comparison.report import SCHEMA
+
+        return _report(*read_stored(args, "compare", "results.json", SCHEMA))
     request = read_request(args)
     from zoo.comparison.allowance import Allowance
     from zoo.comparison.measure import measure_arms, read_measured
@@ -145,24 +147,6 @@ def _run(plan: Plan, out: Path, devices: str | None, allowance: Allowance) -> Ou
 
     with watch_runs() as watch:
         return run_plan(plan, out, watch=watch, allowance=allowance)
-
-
-def _report_only(args: argparse.Namespace) -> int:
-    from zoo.comparison.report import SCHEMA
-
-    path = Path(args.report_only) / "results.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--report-only {args.report_only}: {path} cannot be read; name a comparison's folder"
-        ) from error
-    if content.get("schema") != SCHEMA:
-        raise UserError(
-            f"{path} has the layout {content.get('schema')}, and this version writes {SCHEMA}; call `zoo compare` with "
-            "the same words again: what finished is not trained again"
-        )
-    return _report(content, Path(args.report_only))
 
 
 def _report(content: Mapping[str, Any], out: Path) -> int:
