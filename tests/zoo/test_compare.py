@@ -16,7 +16,7 @@ from zoo.checkpoint import load_model
 from zoo.cli import main
 from zoo.comparison import report
 from zoo.comparison.arm import instantiate
-from zoo.comparison.report import versions
+from zoo.comparison.provenance import versions
 from zoo.comparison.sections import NEITHER, idle_arms
 from zoo.errors import UserError
 from zoo.metrics import bigram_conditional_entropy, unigram_entropy

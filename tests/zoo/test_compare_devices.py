@@ -16,14 +16,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from zoo.comparison import devices as compare_devices
+from zoo.comparison import run as run_module
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.devices import Pool, Work, read_devices, run_on_devices
 from zoo.comparison.plan import Result, Run, make_plan
+from zoo.comparison.provenance import trained_with
 from zoo.comparison.report import collect
 from zoo.comparison.run import folder_of, not_run, run_plan, why
-from zoo.comparison.sections import caveats
+from zoo.comparison.sections import caveats, provenance_table
 from zoo.comparison.watch import DeviceLines, DeviceTable
 from zoo.errors import UserError
+from zoo.module import HybridLMModule
 
 
 class Heard(DeviceLines):
@@ -319,6 +322,46 @@ def test_the_time_ends_no_run_before_a_validation_nor_after_its_last_step(recipe
     assert stopped.results[0].status == ("finished" if at == 10 else "not run")
     straight, went_on = (run_plan(plan, tmp_path / name).results[0] for name in ("straight", "out"))
     assert (went_on.loss, went_on.curve, went_on.train_curve) == (straight.loss, straight.curve, straight.train_curve)
+
+
+def test_a_report_says_which_code_trained_its_runs_and_warns_where_it_was_not_one(recipe, tmp_path, monkeypatch):
+    plan = make_plan(["GA", "SWA"], recipe, tolerance=0.03, overrides=["--budget.tokens=1280"])
+
+    def trained_at(commit, allowance=None):
+        monkeypatch.setattr(run_module, "trained_with", lambda device: f"{commit}, torch 2, {device.type}")
+        outcome = run_plan(plan, tmp_path, allowance=allowance)
+        content = collect(plan, outcome, {}, "zoo compare")
+        rows = [which for what, which in provenance_table(content).rows if what == "runs trained with"]
+        return content, rows, [line for line in caveats(content) if line.startswith("NOT all runs")]
+
+    times = iter([0.0] * 6)
+    content, rows, warned = trained_at("aaa", Allowance(9.0, clock=lambda: next(times, 1e3)))
+    assert [run["status"] for arm in content["arms"] for run in arm["runs"]] == ["not run", "not run"]
+    assert (rows, warned) == (["aaa, torch 2, cpu: 1 run"], []), "the second has taken no step"
+    content, rows, warned = trained_at("bbb")
+    assert rows == ["aaa, torch 2, cpu; then bbb, torch 2, cpu: 1 run", "bbb, torch 2, cpu: 1 run"]
+    assert len(warned) == 1
+    assert trained_at("ccc")[1] == rows, "what finished was trained by who trained it"
+    status = folder_of(Run(plan.arms[0], 1), tmp_path) / "status.json"
+    status.write_text(json.dumps(json.loads(status.read_text()) | {"status": "running"}))
+    assert trained_at("ddd")[1][0] == "aaa, torch 2, cpu; then bbb, torch 2, cpu; then ddd, torch 2, cpu: 1 run"
+
+
+def test_a_run_that_is_killed_has_said_what_trains_it(recipe, tmp_path, monkeypatch):
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=["--budget.tokens=1280"])
+
+    class Killed(BaseException):
+        pass
+
+    def killing(self, batch, batch_idx):
+        raise Killed
+
+    monkeypatch.setattr(HybridLMModule, "training_step", killing)
+    with pytest.raises(Killed):
+        run_plan(plan, tmp_path)
+    stored = json.loads((folder_of(Run(plan.arms[0], 1), tmp_path) / "status.json").read_text(encoding="utf-8"))
+    assert stored["status"] == "running"
+    assert stored["trained_with"] == [trained_with(torch.device("cpu"))]
 
 
 def test_a_signal_in_the_step_in_which_the_time_ends_is_a_signal(recipe, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 from zoo.claims.judge import FAILS, HOLDS, NOT_RUN, figure
 from zoo.claims.leads import leads_of
 from zoo.claims.run import Judged, Outcome, Trial
-from zoo.comparison.report import versions
+from zoo.comparison.provenance import counted, versions
 from zoo.comparison.run import finite, write_json
 from zoo.page import Section, Table, to_markdown
 from zoo.plot import Chart, Grid, Line, draw_chart
@@ -61,6 +61,7 @@ def _claim_content(judged: Judged) -> dict[str, Any]:
 def _trial_content(trial: Trial) -> dict[str, Any]:
     own = trial.experiment
     kept = ("status", "seed", "learning_rate", "seconds", "at_once", "tokens", "loss", "bpb", "error", "command")
+    kept += ("trained_with",)
     return {
         "name": own.name,
         "recipe": own.recipe,
@@ -259,7 +260,10 @@ def sections(content: Content, charts: Mapping[str, Sequence[Chart]]) -> list[Se
         found.append(Section(f"Family {family}", [line for claim in own for line in _words(claim)], charts=pictures))
     found += [_lead_section(content["leads"])] if content["leads"] else []
     found += [_experiment_section(own) for own in content["experiments"] if own["arms"]]
-    rows = [["command", content["command"]], *([name, str(value)] for name, value in content["versions"].items())]
+    runs = (run for own in content["experiments"] for arm in own["arms"] for run in arm["runs"])
+    rows = [["command", content["command"]]]
+    rows += [["runs trained with", words] for words in counted(run["trained_with"] for run in runs)]
+    rows += [[name, str(value)] for name, value in content["versions"].items()]
     return [*found, Section("Provenance", table=Table((("what", True), ("which", True)), rows))]
 
 

@@ -77,6 +77,7 @@ class Result:
         command: what trains it again, in another folder.
         scores: figures of the plan's readings, by ``READING/METRIC``.
         at_once: runs that its device trained at the same time, itself included: above 1, its speed is none of its own.
+        trained_with: code, torch and device; several where it went on with others. Empty: it took no step.
     """
 
     arm: Arm
@@ -97,6 +98,7 @@ class Result:
     train_curve: list[tuple[int, float]] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     at_once: int = 1
+    trained_with: list[str] = field(default_factory=list)
 
     @property
     def score(self) -> str:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import math
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from zoo import __version__, console
+from zoo import console
 from zoo.comparison.arm import Arm, instantiate
 from zoo.comparison.intervals import compare_pair, interval
 from zoo.comparison.plan import Plan
+from zoo.comparison.provenance import versions
 from zoo.comparison.run import Outcome, finite, plain_result, write_json
 from zoo.comparison.sections import NEITHER, Content, caveats, idle_arms, results_table, sections
 from zoo.comparison.sections import verdicts as verdicts  # the command line prints them
@@ -27,7 +23,7 @@ from zoo.metrics import answer_entropy, bigram_conditional_entropy, unigram_entr
 from zoo.page import to_html, to_markdown
 from zoo.plot import draw_chart
 
-SCHEMA = 4  # of results.json
+SCHEMA = 5  # of results.json
 
 
 # ------------------------------------------------------------------------------------------------------------- content
@@ -48,33 +44,6 @@ def entropies_of(plan: Plan) -> dict[str, float]:
     ids = data.eval_text("val")
     per_byte = len(ids) / data.eval_bytes("val")
     return {"unigram": unigram_entropy(ids) * per_byte, "bigram": bigram_conditional_entropy(ids) * per_byte}
-
-
-def versions() -> dict[str, str]:
-    """What the figures were taken with."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    libraries = {name: importlib.metadata.version(name) for name in ("lightning", "numpy")}
-    return {
-        "zoo": __version__,
-        "code": _commit(),
-        "torch": torch.__version__,
-        **libraries,
-        "python": platform.python_version(),
-        "device": device,
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def _commit() -> str:
-    """The commit of a working copy, with a mark where files differ from it."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return "an installed package"
-    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def collect(

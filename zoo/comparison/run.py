@@ -9,7 +9,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from zoo.callbacks import Throughput
 from zoo.comparison.allowance import Allowance
 from zoo.comparison.arm import instantiate
 from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, Result, Run
+from zoo.comparison.provenance import trained_with
 from zoo.comparison.read import read_all
 from zoo.console import Lines
 from zoo.errors import UserError
@@ -68,10 +69,12 @@ class EndsInTime(Callback):
     Attributes:
         stopped: the step that it was saved at, and how many there are; None: it was not, or a signal was first.
         seconds, rate: of the run so far, from :meth:`on_fit_start` on; rate None: no step was timed.
+        trained_with: for the result, set by who makes the trainer.
     """
 
     def __init__(self, allowance: Allowance):
         self.allowance = allowance
+        self.trained_with: list[str] = []
         self.stopped: tuple[int, int] | None = None
         self.seconds, self.rate = 0.0, None
         self._begun, self._step = 0.0, 0
@@ -302,7 +305,7 @@ def train_run(
         gc.collect()  # the traceback is gone now, and with it the last hold on the run's tensors
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    result.at_once = at_once
+    result.at_once, result.trained_with = at_once, ending.trained_with
     write_json(folder / "status.json", {"key": key, **plain_result(result)})
     return result
 
@@ -340,10 +343,12 @@ class Before:
     Attributes:
         seconds: of those that ended by their own; of one that was killed nothing is known.
         tokens_per_second: of the last; None: it timed no step.
+        trained_with: code, torch and device of each that differ.
     """
 
     seconds: float = 0.0
     tokens_per_second: float | None = None
+    trained_with: list[str] = field(default_factory=list)
 
 
 def _before(folder: Path) -> Before:
@@ -351,7 +356,7 @@ def _before(folder: Path) -> Before:
     if not (status.is_file() and (folder / LAST).exists()):
         return Before()
     stored = json.loads(status.read_text(encoding="utf-8"))
-    return Before(stored.get("seconds") or 0.0, stored.get("tokens_per_second"))
+    return Before(stored.get("seconds") or 0.0, stored.get("tokens_per_second"), stored.get("trained_with", []))
 
 
 def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime, before: Before) -> Result:
@@ -360,6 +365,8 @@ def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime,
     cli = instantiate(arm.recipe, given)
     trainer: Any = cli.trainer
     trainer.callbacks = [ending, *trainer.callbacks, Steps(watch)]  # it asks, and in the same step another saves
+    ending.trained_with = list(dict.fromkeys([*before.trained_with, trained_with(trainer.strategy.root_device)]))
+    _note(folder, trained_with=ending.trained_with)  # now: a run that is killed says no more
     (folder / "recipe.yaml").write_text(arm.recipe.read_text(encoding="utf-8"), encoding="utf-8")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -408,6 +415,12 @@ def _train(plan: Plan, run: Run, folder: Path, watch: Watch, ending: EndsInTime,
         train_curve=[((int(r["step"]) + 1) * per_step, r["train/loss"]) for r in rows if "train/loss" in r],
         scores=scores,
     )
+
+
+def _note(folder: Path, **more: Any) -> None:
+    """Add to what a run's status says."""
+    status = folder / "status.json"
+    write_json(status, json.loads(status.read_text(encoding="utf-8")) | more)
 
 
 def _write_arm(arm: Arm, folder: Path) -> Path:

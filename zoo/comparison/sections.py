@@ -7,6 +7,7 @@ from typing import Any
 
 from zoo.comparison.charts import cost_charts, curve_charts, grid_charts, length_charts, measured_charts, over_seeds
 from zoo.comparison.plan import CONDITIONS
+from zoo.comparison.provenance import counted
 from zoo.page import Section, Table
 from zoo.plot import UNITS
 
@@ -87,6 +88,8 @@ def caveats(content: Content) -> list[str]:
             f"Up to {at_once} runs shared a device: their speeds are not the architectures', so none is shown. "
             "--measure times each arm alone."
         )
+    if len(_trained_with(content)) > 1:
+        lines.append("NOT all runs were trained with the same code, torch and device: the last table says with which.")
     if len({arm["architecture"]["tie"] for arm in arms}) > 1:
         lines.append("Some arms tie embedding and head and some do not: their total parameters do not compare.")
     for name, values in content["differing"].items():
@@ -323,11 +326,16 @@ def runs_table(content: Content) -> Table:
     return Table(columns, rows)
 
 
+def _trained_with(content: Content) -> list[str]:
+    return counted(run["trained_with"] for arm in content["arms"] for run in arm["runs"])
+
+
 def provenance_table(content: Content) -> Table:
     """What repeats it."""
     rows = [["command", content["command"]], ["recipe", content["recipe"]]]
     rows += [["settings for all", " ".join(content["overrides"]) or "none"]]
     rows += [["seeds", ", ".join(map(str, content["seeds"]))], ["data hash", content["data_hash"] or "a task"]]
+    rows += [["runs trained with", words] for words in _trained_with(content)]
     rows += [[name, value] for name, value in content["versions"].items()]
     return Table((("what", True), ("which", True)), rows)
 
