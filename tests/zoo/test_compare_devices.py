@@ -182,6 +182,45 @@ def test_what_finds_no_memory_beside_others_is_tried_again_with_fewer_there(
     assert f"run {len(outcome.results) + 1} of" not in said, "a run that is tried again is no other run"
 
 
+@pytest.mark.parametrize("what", ["take", "back", "over"])
+def test_a_watch_that_fails_ends_the_comparison_with_its_error_and_hangs_nobody(recipe, tmp_path, monkeypatch, what):
+    """Standard output that was closed, for example: ``zoo compare ... | head -1``."""
+    plan = make_plan(["GA", "SWA", "LA,SWA"], recipe, match=False, overrides=["--budget.tokens=384"])
+    memory = Memory(2, {"LA,SWA": 3})
+    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+
+    def fail(*words, **more):
+        raise BrokenPipeError("nobody reads")
+
+    watch = Heard()
+    monkeypatch.setattr(watch, what, fail)
+    with pytest.raises(BrokenPipeError, match="nobody reads"):
+        run_on_devices(plan, tmp_path, ["0", "0", "0"], watch=watch)
+
+
+def test_what_is_heard_of_a_run_is_in_order_however_often_it_is_tried(recipe, tmp_path, monkeypatch):
+    plan = make_plan(["GA", "SWA", "LA,SWA"], recipe, seeds=4, match=False, overrides=["--budget.tokens=384"])
+    memory = Memory(5, {"SWA": 3, "LA,SWA": 4})
+    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+    heard = {}
+
+    class Slow(Heard):
+        def take(self, title, device):
+            heard.setdefault(title, []).append("take")
+
+        def back(self, title, reason):
+            time.sleep(0.05)  # another lane could take it meanwhile
+            heard[title].append("back")
+
+        def over(self, title, status, score, *, before):
+            heard[title].append("over")
+
+    assert run_on_devices(plan, tmp_path, ["0"] * 6, watch=Slow()).good
+    for words in heard.values():
+        assert words == ["take", "back"] * (len(words) // 2 - 1) + ["take", "over"]
+    assert any(len(words) > 2 for words in heard.values())
+
+
 SCRIPT = """
 import sys
 from zoo.comparison.plan import Run, make_plan

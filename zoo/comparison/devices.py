@@ -238,41 +238,50 @@ class Pool:
         for each in here:
             each.beside = max(each.beside, len(here) - 1)
 
-    def _leave(self, name: str, turn: Turn, *, starved: bool = False) -> bool:
-        """Take a job off its device; whether it stands in the queue again, for want of memory beside others."""
+    def _leave(self, name: str, turn: Turn) -> None:
+        """Take a job off its device."""
         with self._more:
             self._under_way[name].remove(turn)
-            again = starved and turn.beside > 0 and not self._closed
-            if again:
-                turn.room = turn.beside // 2
-                self._queue.appendleft(turn)
             self._more.notify_all()
-            return again
+
+    def _put_back(self, turn: Turn) -> None:
+        with self._more:
+            self._queue.appendleft(turn)
+            self._more.notify_all()
 
     def _serve(self, lane: Lane) -> None:
         while (turn := self._next(lane.name)) is not None:
-            batch, (run, known) = turn.batch, turn.batch.jobs[turn.index]
-            title = batch.work.title(run.title)
             try:
-                result, before = lane.take(batch.work, run, known)
-            except CannotBegin as error:
-                self._leave(lane.name, turn)
-                if self._give_back(lane, turn):
+                if not self._ran(lane, turn):
                     return
-                result, before = not_run(run, str(error), "failed"), False
             except Exception as error:  # raised again by who waits for the batch
-                self._leave(lane.name, turn)
-                _fail(batch, error)
-                continue
-            else:
-                if self._leave(lane.name, turn, starved=starved(result)):
-                    words = f"no memory beside {turn.beside} others; tried again beside {turn.room} at most"
-                    self.say("back", title, words)
-                    continue
-            self.say("over", title, result.status, result.score, before=before)
-            batch.results[turn.index] = result
-            if len(batch.results) == len(batch.jobs):
-                batch.over.set()
+                _fail(turn.batch, error)
+
+    def _ran(self, lane: Lane, turn: Turn) -> bool:
+        """Run a job and keep what came of it; False: the lane gets no process, and another has the job."""
+        batch, (run, known) = turn.batch, turn.batch.jobs[turn.index]
+        title = batch.work.title(run.title)
+        reason = ""
+        try:
+            result, before = lane.take(batch.work, run, known)
+        except CannotBegin as error:
+            reason = str(error)
+            result, before = not_run(run, reason, "failed"), False
+        finally:
+            self._leave(lane.name, turn)
+        if reason and self._give_back(lane, turn):
+            return False
+        if starved(result) and turn.beside > 0:
+            turn.room = turn.beside // 2
+            words = f"no memory beside {turn.beside} others; tried again beside {turn.room} at most"
+            self.say("back", title, words)  # first: once it is in the queue, another lane may say that it takes it
+            self._put_back(turn)
+            return True
+        self.say("over", title, result.status, result.score, before=before)
+        batch.results[turn.index] = result
+        if len(batch.results) == len(batch.jobs):
+            batch.over.set()
+        return True
 
 
 class CannotBegin(Exception):
