@@ -12,6 +12,15 @@ class UserError(ValueError):
     """A mistake of the user's. The command line prints its message alone and exits with 2."""
 
 
+# What errors for want of memory say: PyTorch's and Triton's of a GPU, cuBLAS's, and the CPU's allocator's.
+_NO_MEMORY = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was not enough memory, on a GPU or beside it; most have no class."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)
+
+
 class PatternError(UserError):
     """A pattern that cannot be read, or that does not fit the model.
 

@@ -273,14 +273,23 @@ def test_the_report_is_written_anew_from_its_json_alone_and_no_option_changes_it
     assert main(["claims", "--report-only", str(out)]) == 1, "a gate does not hold"
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
     capsys.readouterr()
-    for words in (["--tier", "2"], ["--only", "parity"], ["--free"], ["--out", "elsewhere"], ["--minutes", "5"]):
+    others = (["--tier", "2"], ["--tier", "0"], ["--only", "parity"], ["--free"], ["--out", "elsewhere"])
+    for words in (*others, ["--minutes", "5"], ["--minutes", "0"]):
         assert main(["claims", "--report-only", str(out), *words]) == 2
         assert f"{words[0]} changes none of it" in capsys.readouterr().err
     assert main(["claims", "--report-only", str(tmp_path)]) == 2
     assert "cannot be read; name a folder of `zoo claims`" in capsys.readouterr().err
-    (out / "claims.json").write_text('{"schema": 1}')
+    contents = {'{"schema": 1}': "has the layout 1", "[]": "holds no report", '{"schema": 4}': "is not whole (KeyError"}
+    for content, said in contents.items():
+        (out / "claims.json").write_text(content)
+        assert main(["claims", "--report-only", str(out)]) == 2
+        assert said in capsys.readouterr().err
+    (out / "claims.json").write_bytes(before["claims.json"])
+    (out / "claims.md").unlink()
+    (out / "claims.md").mkdir()
     assert main(["claims", "--report-only", str(out)]) == 2
-    assert "has the layout 1" in capsys.readouterr().err
+    assert "cannot be written to" in capsys.readouterr().err
+    assert (out / "claims.json").read_bytes() == before["claims.json"]
 
 
 def test_no_run_begins_once_the_time_is_over_and_a_later_call_goes_on(claims, tmp_path, monkeypatch, capsys):
@@ -330,7 +339,7 @@ def test_a_failed_run_is_reported_and_takes_no_other_down(claims, tmp_path, monk
     assert claims(SURE, other) == 1
     _, own = read(tmp_path)
     assert (own["sure"]["verdict"], own["other"]["verdict"]) == (NOT_RUN, HOLDS)
-    assert "GA: RuntimeError: out of memory" in own["sure"]["reason"]
+    assert "GA: out of memory: out of memory" in own["sure"]["reason"]
 
 
 def test_an_experiment_that_cannot_begin_leaves_the_others_alone(claims, tmp_path):

@@ -1,8 +1,10 @@
 """Arms side by side: processes with the CPU in the place of several GPUs."""
 
 import io
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,10 +143,18 @@ class Memory:
     def __init__(self, size, needs):
         self.size, self.needs, self.lock = size, needs, threading.Lock()
         self.here, self.tries = Counter(), Counter()
-        self.died = set()
+        self.died, self.rooms, self.crowded = set(), {}, []
 
-    def train(self, lane, work, run):
+    def train_on(self):
+        return lambda lane, work, run, at_once: self.train(lane, run, at_once)
+
+    def train(self, lane, run, at_once):
         need = self.needs.get(run.arm.text, 1)
+        there = list(lane.pool._under_way[lane.name])
+        own = next(turn for turn in there if turn.batch.jobs[turn.index][0] == run)
+        self.rooms.setdefault(run.title, []).append(own.room)
+        self.crowded += [turn.room for turn in there if turn.room is not None and turn.room < len(there) - 1]
+        assert at_once == (lane.at_once if own.room is None else min(lane.at_once, own.room + 1))
         with self.lock:
             self.tries[run.title] += 1
             self.here[lane.name] += need
@@ -167,7 +177,7 @@ def test_what_finds_no_memory_beside_others_is_tried_again_with_fewer_there(
     patterns = ["GA", "SWA", "GDN,SWA", "DN,SWA", "GLA,SWA", "LA,SWA"]
     plan = make_plan(patterns, recipe, seeds=3, match=False, overrides=["--budget.tokens=384"])
     memory = Memory(12, {"GDN,SWA": 5, "DN,SWA": 5, "GLA,SWA": 11, "LA,SWA": 13})
-    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+    monkeypatch.setattr(compare_devices.Lane, "_train", memory.train_on())
     outcome = run_on_devices(plan, tmp_path, devices, watch=Heard())
     for result in outcome.results:
         # Alone on a device, what is larger than it has failed, and is not tried for ever.
@@ -176,8 +186,14 @@ def test_what_finds_no_memory_beside_others_is_tried_again_with_fewer_there(
         assert result.error == ("out of memory: CUDA out of memory. Tried." if big else "")
     assert max(memory.tries.values()) <= 4  # beside 5, 2, 1, none
     assert memory.tries["LA,SWA, seed 1"] > 1
+    assert not memory.crowded, "more shared a device with a run than it had room for"
+    for rooms in memory.rooms.values():
+        assert rooms[0] is None
+        assert all(before is None or before > after for before, after in itertools.pairwise(rooms))
     said = capsys.readouterr().out
     assert "tried again beside 0 at most" in said
+    for beside, room in re.findall(r"no memory beside (\d) others; tried again beside (\d) at most", said):
+        assert int(room) == int(beside) // 2
     assert f"of {len(outcome.results)} on" in said
     assert f"run {len(outcome.results) + 1} of" not in said, "a run that is tried again is no other run"
 
@@ -187,7 +203,7 @@ def test_a_watch_that_fails_ends_the_comparison_with_its_error_and_hangs_nobody(
     """Standard output that was closed, for example: ``zoo compare ... | head -1``."""
     plan = make_plan(["GA", "SWA", "LA,SWA"], recipe, match=False, overrides=["--budget.tokens=384"])
     memory = Memory(2, {"LA,SWA": 3})
-    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+    monkeypatch.setattr(compare_devices.Lane, "_train", memory.train_on())
 
     def fail(*words, **more):
         raise BrokenPipeError("nobody reads")
@@ -198,10 +214,22 @@ def test_a_watch_that_fails_ends_the_comparison_with_its_error_and_hangs_nobody(
         run_on_devices(plan, tmp_path, ["0", "0", "0"], watch=watch)
 
 
+def test_an_output_that_is_closed_while_a_run_trains_is_no_death_of_its_process(recipe, tmp_path):
+    plan = make_plan(["GA"], recipe, tolerance=0.03, overrides=["--budget.tokens=2560"])
+
+    class Closed(Heard):
+        def progress(self, title, done, whole, figures):
+            raise BrokenPipeError("nobody reads")
+
+    with pytest.raises(BrokenPipeError, match="nobody reads"):
+        run_on_devices(plan, tmp_path, ["cpu"], watch=Closed())
+    assert run_on_devices(plan, tmp_path, ["cpu"], watch=Heard()).good
+
+
 def test_what_is_heard_of_a_run_is_in_order_however_often_it_is_tried(recipe, tmp_path, monkeypatch):
     plan = make_plan(["GA", "SWA", "LA,SWA"], recipe, seeds=4, match=False, overrides=["--budget.tokens=384"])
     memory = Memory(5, {"SWA": 3, "LA,SWA": 4})
-    monkeypatch.setattr(compare_devices.Lane, "_train", lambda lane, work, run: memory.train(lane, work, run))
+    monkeypatch.setattr(compare_devices.Lane, "_train", memory.train_on())
     heard = {}
 
     class Slow(Heard):

@@ -16,7 +16,7 @@ from zoo.architecture import Architecture, settle
 from zoo.bench.peers import in_short
 from zoo.bench.timing import FirstCall, Timing, first_call, release, time_call
 from zoo.budget import non_embedding
-from zoo.errors import UserError
+from zoo.errors import UserError, out_of_memory
 from zoo.model import HybridLM
 from zoo.names import near
 from zoo.optim import parameter_groups
@@ -472,11 +472,6 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was not enough memory; the CPU's allocator has no class for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _why(error: BaseException) -> str:

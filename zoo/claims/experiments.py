@@ -57,9 +57,8 @@ RECALL_WIDE = _recall("recall_256_wide", 256, 512, PLAIN, "--model.d_model=128",
 GLA_EQUAL, GLA_DOUBLE, M2_EQUAL = "GLA, equal state", "GLA, twice the state", "M2, equal state"
 LA_CONV, DN_CONV, GDN_CONV = "LA, convolution", "DN, convolution", "GDN, convolution"
 HYBRIDS = ("DN:conv=4,GA", "GDN:conv=4,SWA:window=16")
-# Which memory holds more is told by rows that all learn from: 16 pairs in 64 tokens. GDN and GLA forget half in 20 at
-# first, and learn nothing from rows of 256 in these steps (docs/claims.md). A head has 16 channels, as many as there
-# are pairs, so that size counts.
+# Which memory holds more is told by rows that all learn from: 16 pairs in 64 tokens. GDN and GLA learn nothing from
+# rows of 256 in these steps (docs/claims.md). A head has 16 channels, as many as there are pairs, so that size counts.
 RECALL_SMALL = Experiment(
     name="recall_64",
     recipe="mqar",

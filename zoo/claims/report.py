@@ -17,7 +17,7 @@ from zoo.comparison.run import finite, write_json
 from zoo.page import Section, Table, to_markdown
 from zoo.plot import Chart, Grid, Line, draw_chart
 
-SCHEMA = 3  # of claims.json
+SCHEMA = 4  # of claims.json
 SLOW = 2  # times the stated seconds, and a claim is called over its time
 Content = Mapping[str, Any]
 
@@ -61,7 +61,7 @@ def _claim_content(judged: Judged) -> dict[str, Any]:
 def _trial_content(trial: Trial) -> dict[str, Any]:
     own = trial.experiment
     kept = ("status", "seed", "learning_rate", "seconds", "at_once", "tokens", "loss", "bpb", "error", "command")
-    kept += ("trained_with",)
+    kept += ("trained_with", "curve")
     return {
         "name": own.name,
         "recipe": own.recipe,

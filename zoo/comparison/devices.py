@@ -137,8 +137,8 @@ class Pool:
     it. One that dies takes its own run with it, and the next run begins another. Leaving the pool ends them; a run
     under way saves its checkpoint first.
 
-    A run that finds no memory beside others stands in the queue again, until half as many share a device; one that had
-    it for itself has failed.
+    A run that finds no memory beside others stands in the queue again, until half as many share a device; nothing is
+    held back for it. One that had a device for itself has failed.
 
     Args:
         devices: from :func:`read_devices`.
@@ -201,14 +201,12 @@ class Pool:
             self._more.notify_all()
         return batch.wait(lambda: self._closed)
 
-    def _give_back(self, lane: Lane, turn: Turn) -> bool:
-        """Take a lane out that gets no process, and leave its job to another; False: there is no other."""
+    def _retire(self, lane: Lane) -> bool:
+        """Take a lane out that gets no process; False: there is no other."""
         with self._more:
             if self._serving == [lane]:
                 return False
             self._serving.remove(lane)
-            self._queue.appendleft(turn)
-            self._more.notify_all()
             return True
 
     def say(self, what: str, *words: Any, **more: Any) -> None:
@@ -244,7 +242,10 @@ class Pool:
             self._under_way[name].remove(turn)
             self._more.notify_all()
 
-    def _put_back(self, turn: Turn) -> None:
+    def _put_back(self, turn: Turn, reason: str) -> None:
+        batch = turn.batch
+        # First: once it is in the queue, another lane may say that it takes it.
+        self.say("back", batch.work.title(batch.jobs[turn.index][0].title), reason)
         with self._more:
             self._queue.appendleft(turn)
             self._more.notify_all()
@@ -263,19 +264,18 @@ class Pool:
         title = batch.work.title(run.title)
         reason = ""
         try:
-            result, before = lane.take(batch.work, run, known)
+            result, before = lane.take(batch.work, run, known, turn.room)
         except CannotBegin as error:
             reason = str(error)
             result, before = not_run(run, reason, "failed"), False
         finally:
             self._leave(lane.name, turn)
-        if reason and self._give_back(lane, turn):
+        if reason and self._retire(lane):
+            self._put_back(turn, reason)
             return False
         if starved(result) and turn.beside > 0:
             turn.room = turn.beside // 2
-            words = f"no memory beside {turn.beside} others; tried again beside {turn.room} at most"
-            self.say("back", title, words)  # first: once it is in the queue, another lane may say that it takes it
-            self._put_back(turn)
+            self._put_back(turn, f"no memory beside {turn.beside} others; tried again beside {turn.room} at most")
             return True
         self.say("over", title, result.status, result.score, before=before)
         batch.results[turn.index] = result
@@ -309,8 +309,12 @@ class Lane:
         self.known: set[Work] = set()  # by the process
         self.closed = False
 
-    def take(self, work: Work, run: Run, known: Result | None) -> tuple[Result, bool]:
+    def take(self, work: Work, run: Run, known: Result | None, room: int | None = None) -> tuple[Result, bool]:
         """Run a job, unless it is over or does not fit; and whether an earlier call had run it.
+
+        Args:
+            work, run, known: the job.
+            room: the most runs that share the device with it, where these are fewer than lanes.
 
         Raises:
             UserError: of what all arms share.
@@ -321,7 +325,8 @@ class Lane:
         before = known is None and result is not None
         if result is None:
             reason = work.allowance.refuse()
-            result = not_run(run, reason) if reason is not None else self._train(work, run)
+            at_once = self.at_once if room is None else min(self.at_once, room + 1)
+            result = not_run(run, reason) if reason is not None else self._train(work, run, at_once)
         return result, before
 
     def stop(self) -> None:
@@ -352,29 +357,27 @@ class Lane:
             process.__exit__(None, None, None)
         return process.wait()
 
-    def _train(self, work: Work, run: Run) -> Result:
-        job = {"arm": work.plan.arms.index(run.arm), "seed": run.seed, "at_once": self.at_once}
+    def _train(self, work: Work, run: Run, at_once: int) -> Result:
+        job = {"arm": work.plan.arms.index(run.arm), "seed": run.seed, "at_once": at_once}
         job |= {"learning_rate": run.learning_rate, "factor": run.factor, "work": id(work)}
         job |= {"allowance": work.allowance.handed()}
-        try:
-            process = self.process or self._open()
+        process = self.process or self._open()
+        with suppress(BrokenPipeError):  # it is dead: it says no more, and its status says of what
             if work not in self.known:
                 content = pickle.dumps((work.plan, str(work.out)))
                 self._send(process, json.dumps({"work": id(work), "bytes": len(content)}).encode() + b"\n" + content)
                 self.known.add(work)
             self._send(process, json.dumps(job).encode() + b"\n")
-            for line in process.stdout or ():
-                event = json.loads(line)
-                if event["event"] == "step":
-                    title = work.title(run.title)
-                    self.pool.say("progress", title, event["done"], event["whole"], event["figures"])
-                elif event["event"] == "refused":
-                    raise UserError(event["message"])
-                elif event["event"] == "end":
-                    stored = (folder_of(run, work.out) / "status.json").read_text(encoding="utf-8")
-                    return read_result(run.arm, json.loads(stored))
-        except BrokenPipeError:
-            pass  # it is dead, and its status says of what
+        for line in process.stdout or ():
+            event = json.loads(line)
+            if event["event"] == "step":
+                title = work.title(run.title)
+                self.pool.say("progress", title, event["done"], event["whole"], event["figures"])
+            elif event["event"] == "refused":
+                raise UserError(event["message"])
+            elif event["event"] == "end":
+                stored = (folder_of(run, work.out) / "status.json").read_text(encoding="utf-8")
+                return read_result(run.arm, json.loads(stored))
         status = self._forget()
         if self.closed:
             raise RuntimeError(f"{self.title} was closed while it trained {run.title}")

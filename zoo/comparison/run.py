@@ -25,7 +25,7 @@ from zoo.comparison.plan import LEARNING_RATE, RATE_SHARE, WARM_UP, Arm, Plan, R
 from zoo.comparison.provenance import trained_with
 from zoo.comparison.read import read_all
 from zoo.console import Lines
-from zoo.errors import UserError
+from zoo.errors import UserError, out_of_memory
 from zoo.run import LAST, read_metrics
 from zoo.watch import NonFiniteError, SaveOnSignal
 
@@ -301,10 +301,9 @@ def train_run(
         # Any other does not take the other runs with it; the table shows what this one died of.
         result.status = "diverged" if isinstance(error, NonFiniteError) else "failed"
         result.error = why(error)
-    if result.status in ("failed", "not run"):
-        gc.collect()  # the traceback is gone now, and with it the last hold on the run's tensors
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    gc.collect()  # the run is gone now, a traceback too, and with them the last hold on its tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # others may share the device
     result.at_once, result.trained_with = at_once, ending.trained_with
     write_json(folder / "status.json", {"key": key, **plain_result(result)})
     return result
@@ -312,7 +311,7 @@ def train_run(
 
 def why(error: BaseException) -> str:
     """An error in one line; of memory, what was wanted and what there was, without the list of who has it."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if out_of_memory(error):
         first = next(iter(str(error).splitlines()), "")
         return f"{OUT_OF_MEMORY}: {first.split(' Including non-PyTorch memory')[0]}"
     return next(iter(f"{type(error).__name__}: {error}".splitlines()))

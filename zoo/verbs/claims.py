@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.verbs.stored import read_stored
+from zoo.verbs.stored import report_anew
 
 if TYPE_CHECKING:
     from zoo.claims.claim import Claim, Experiment
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report_only is not None:
         from zoo.claims.report import SCHEMA
 
-        return _report(*read_stored(args, "claims", "claims.json", SCHEMA))
+        return report_anew(args, "claims", "claims.json", SCHEMA, _report)
     from zoo.claims.table import select
 
     claims = select(tier=args.tier, only=args.only, free=args.free) if _asks(args) else select()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from zoo.errors import UserError
 from zoo.names import near
-from zoo.verbs.stored import read_stored
+from zoo.verbs.stored import report_anew
 
 if TYPE_CHECKING:
     from zoo.comparison.allowance import Allowance
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report_only is not None:
         from zoo.comparison.report import SCHEMA
 
-        return _report(*read_stored(args, "compare", "results.json", SCHEMA))
+        return report_anew(args, "compare", "results.json", SCHEMA, _report)
     request = read_request(args)
     from zoo.comparison.allowance import Allowance
     from zoo.comparison.measure import measure_arms, read_measured
