@@ -294,7 +294,7 @@ def test_a_second_ctrl_c_waits_for_nobody_and_every_process_saves_all_the_same(r
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)  # two that are pending at once would arrive as one
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert process.returncode == 130, said
