@@ -274,7 +274,7 @@ def test_a_signal_lets_every_process_save_its_checkpoint(recipe, tmp_path):
         while not (folder / "last.ckpt").exists() and time.monotonic() < end:
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=15)[0]
+        said = process.communicate(timeout=50)[0]
     finally:
         process.kill()
     assert (folder / "last.ckpt").exists(), said
