@@ -270,7 +270,7 @@ def test_a_signal_lets_every_process_save_its_checkpoint(recipe, tmp_path):
     folder = folder_of(Run(plan.arms[0], 1), tmp_path / "out")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        end = time.monotonic() + 40
+        end = time.monotonic() + 240
         while not (folder / "last.ckpt").exists() and time.monotonic() < end:
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
@@ -288,13 +288,13 @@ def test_a_second_ctrl_c_waits_for_nobody_and_every_process_saves_all_the_same(r
     words = [sys.executable, "-c", SCRIPT, str(recipe), str(out), "cpu,cpu"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240  # they are there after 60 s where other tests have the cores
         while len([*out.glob("*/seed-1/**/metrics.csv")]) < 2 and time.monotonic() < end:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)  # two that are pending at once would arrive as one
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=300)[0]
+        said = process.communicate(timeout=60)[0]
     finally:
         process.kill()
     assert process.returncode == 130, said

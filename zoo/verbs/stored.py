@@ -47,6 +47,8 @@ def report_anew(
         )
     try:
         return report(content, folder)
+    except BrokenPipeError:  # of the output, not of the folder: the command line knows what to do
+        raise
     except OSError as error:
         raise UserError(f"--report-only {folder}: it cannot be written to ({error})") from error
     except (KeyError, TypeError, AttributeError) as error:
